@@ -1,7 +1,6 @@
 """`BackgroundSave`: the thread in which a process writes its files of a step.
 
-Each process writes its shards, lists its files and uploads them. When all have done so, the first
-process writes the combined manifest and commits the draft.
+Each process writes its files. When all have done so, the first one commits the draft.
 """
 
 from __future__ import annotations
@@ -10,21 +9,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from errno import ENOENT
 from pathlib import Path
 
 from gshard._util.activity import doing, saved
-from gshard.checkpoint import orbax
-from gshard.checkpoint.data_state import data_state_name
-from gshard.checkpoint.manifest import (
-    PROCESS_MANIFESTS,
-    process_manifest,
-    write_combined_manifest,
-    write_process_manifest,
-)
+from gshard.checkpoint.manifest import PROCESS_MANIFESTS, process_manifest
 from gshard.checkpoint.store import Draft
 from gshard.distributed import unfinished
 
@@ -41,10 +33,9 @@ class BackgroundSave:
     """The thread that writes a step."""
 
     draft: Draft  # which this process has joined
-    process: int  # the rank of this process
+    process: int  # the rank of this process among those that write the step
     processes: int  # how many write
-    finish: Callable[[], None]  # waits until this process's shards are written
-    arrays: Collection[str]  # their paths
+    finish: Callable[[], object]  # waits until this process's files are where the first finds them
     then: Callable[[], None]  # the first process calls it after the commit
     afterwards: Exception | None = None  # raised by `then`; the step itself is there
 
@@ -92,14 +83,12 @@ class BackgroundSave:
     def _write_and_commit(self) -> None:
         global _uncommitted
         try:
-            self._write_files()
+            self.finish()
             self._files.set_result(None)
             if self.process != 0:
                 _uncommitted = self.draft
             elif self._all_files_written():
-                self.draft.collect(self.processes)
-                orbax.merge(self.draft.folder)
-                write_combined_manifest(self.draft.folder, self.processes)
+                self.draft.combine(self.processes)
                 saved(self.draft.commit())
                 try:
                     self.then()
@@ -114,16 +103,6 @@ class BackgroundSave:
                 print(f"gshard: step {self.draft.step} was not saved: {error}", file=sys.stderr)
         finally:
             _running.discard(self)
-
-    def _write_files(self) -> None:
-        self.finish()
-        folder = self.draft.folder
-        files = orbax.files_of(folder, self.process)
-        ranges = orbax.ranges_of(folder, self.process, self.arrays)
-        if (folder / data_state_name(self.process)).exists():
-            files.append(data_state_name(self.process))
-        write_process_manifest(folder, self.process, files, ranges)
-        self.draft.upload([*files, process_manifest(self.process)])
 
     def _all_files_written(self) -> bool:
         """Waits for the manifests of all processes; False if another process failed."""

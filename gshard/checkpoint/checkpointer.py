@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar, overload
 
@@ -27,7 +28,6 @@ from gshard.checkpoint.arrays import (
 from gshard.checkpoint.checksums import Damage, verify_step
 from gshard.checkpoint.data_state import packed_data_state, read_data_state
 from gshard.checkpoint.open_store import open_store
-from gshard.checkpoint.orbax import read
 from gshard.checkpoint.retention import RetentionPolicy
 from gshard.checkpoint.save import Contents, SaveFailedError, StepWriter
 from gshard.checkpoint.step_files import StepFiles, store_errors_explained
@@ -341,11 +341,8 @@ class Checkpointer:
         files = self._store.step(step)
         info = StepInfo.read(files)
 
-        def read_arrays(wanted: Wanted) -> Mapping[str, jax.Array]:
-            return read(reader.fetch(step, wanted), wanted)
-
         with _named(files):
-            components = read_components(read_arrays, info.arrays, plan, cast)
+            components = read_components(partial(reader.read, step), info.arrays, plan, cast)
         if info.optimizer and (said := difference(info.optimizer, optimizer_info(plan))):
             warn(
                 f"{files} was saved with another optimizer than like= has: {said}. Its state "

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +22,8 @@ from gshard._util.validation import shown
 from gshard.checkpoint.checksums import Damage, verify_step
 from gshard.checkpoint.disk_lock import is_locked_by, lock, unlock
 from gshard.checkpoint.manifest import PROCESS_MANIFESTS
-from gshard.checkpoint.orbax import ARRAYS
+from gshard.checkpoint.orbax import ARRAYS, read
+from gshard.checkpoint.own_files import begin_files, combine
 from gshard.checkpoint.step_files import StepFolder
 from gshard.checkpoint.step_info import DAMAGED, DATA, DESCRIPTION, STEP, WRITTEN_LAST, StepInfo
 from gshard.checkpoint.store import Wanted, Wants
@@ -168,15 +169,17 @@ class DiskDraft:
                 "share."
             )
 
-    def upload(self, names: Iterable[str]) -> None:
-        """Does nothing: the folder is where the others look."""
+    def begin(self, arrays: Mapping[str, jax.Array], data: bytes | None) -> Callable[[], object]:
+        """Begins to write this process's files into the folder, where the others look."""
+        return begin_files(self.folder, arrays, data)
 
     def written_manifests(self) -> set[str]:
         """The names of the process manifests."""
         return {*os.listdir(self.folder / PROCESS_MANIFESTS)}
 
-    def collect(self, processes: int) -> None:
-        """Does nothing: the folder has the files of all."""
+    def combine(self, processes: int) -> None:
+        """Lists the files of all, which are in the folder."""
+        combine(self.folder, processes)
 
     def commit(self) -> str:
         """Renames the folder to the number of the step."""
@@ -206,9 +209,9 @@ class DiskReader:
             return []
         return verify_step(self._disk.step(step), (jax.process_index(), jax.process_count()))
 
-    def fetch(self, step: int, wanted: Wanted) -> Path:
-        """The folder of the step."""
-        return self._disk.step(step).path
+    def read(self, step: int, wanted: Wanted) -> dict[str, jax.Array]:
+        """Arrays by path."""
+        return read(self._disk.step(step).path, wanted)
 
     def __enter__(self) -> Self:
         return self

@@ -32,7 +32,7 @@ from gshard.checkpoint.checksums import (
 from gshard.checkpoint.data_state import data_state_name
 from gshard.checkpoint.manifest import PROCESS_MANIFESTS, Listed, Segment, is_in, process_manifest
 from gshard.checkpoint.needed_ranges import needed_ranges
-from gshard.checkpoint.orbax import ARRAYS
+from gshard.checkpoint.orbax import ARRAYS, read
 from gshard.checkpoint.step_files import StepFiles, run_parallel
 from gshard.checkpoint.step_info import DATA, StepInfo
 from gshard.checkpoint.store import Wanted, Wants
@@ -81,8 +81,12 @@ class ObjectReader:
             return [error.args[0]]
         return found
 
+    def read(self, step: int, wanted: Wanted) -> dict[str, jax.Array]:
+        """Arrays by path."""
+        return read(self.fetch(step, wanted), wanted)
+
     def fetch(self, step: int, wanted: Wanted) -> Path:
-        """The folder with what of the step is needed to read these arrays."""
+        """A folder with what of the step is needed to read these arrays."""
         copy = self._copy(step)
         if not self._verify:
             found = copy.copy_descriptions(None) or copy.copy_arrays([wanted], None)

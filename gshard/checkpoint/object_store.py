@@ -16,7 +16,7 @@ import errno
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from gshard.checkpoint.manifest import (
 )
 from gshard.checkpoint.object_reader import ObjectReader, copy_parts, parts_of
 from gshard.checkpoint.orbax import ARRAYS, METADATAS
+from gshard.checkpoint.own_files import begin_files, combine
 from gshard.checkpoint.step_files import (
     Progress,
     StepFolder,
@@ -232,10 +233,14 @@ class ObjectDraft:
                 "made. All processes need one address."
             ) from None
 
-    def upload(self, names: Iterable[str]) -> None:
+    def begin(self, arrays: Mapping[str, jax.Array], data: bytes | None) -> Callable[[], None]:
+        """Begins to write this process's files into its folder; they are uploaded at the end."""
+        finish = begin_files(self.folder, arrays, data)
+        return lambda: self._upload(finish())
+
+    def _upload(self, names: Sequence[str]) -> None:
         """Copies this process's files to the store, its manifest last."""
-        own = process_manifest(jax.process_index())
-        files = [name for name in names if name != own]
+        *files, own = names
         self._copy(files)
         name = f"{self.step}/{_DRAFT}/{self._token}/{Path(own).name}"
         self._bucket.create(name, self.folder / own)
@@ -255,12 +260,13 @@ class ObjectDraft:
         """The names of the process manifests that are in the store."""
         return {*self._bucket.list(f"{self.step}/{_DRAFT}/{self._token}")}
 
-    def collect(self, processes: int) -> None:
-        """Reads the manifests of the others, and what describes the arrays in their files."""
+    def combine(self, processes: int) -> None:
+        """Lists the files of all, after reading what describes the arrays in those of others."""
         ranks = [rank for rank in range(processes) if rank != jax.process_index()]
         files = ObjectFiles(self._bucket, str(self.step))
         files.names()  # listed once, for all
         run_parallel(partial(self._collect, files), ranks, REQUESTS)
+        combine(self.folder, processes)
 
     def _collect(self, files: ObjectFiles, rank: int) -> None:
         name = Path(process_manifest(rank)).name

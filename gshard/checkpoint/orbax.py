@@ -21,6 +21,7 @@ from gshard._util.validation import flag, shown
 from gshard.checkpoint import array_ranges
 from gshard.checkpoint.arrays import (
     ArrayInfo,
+    Read,
     layouts_of,
     read_components,
     state_and_plan,
@@ -82,23 +83,16 @@ def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, ja
         raise GShardError(f"{_unreadable(error)} `gshard verify` names the files.") from error
 
 
-def differing_arrays(step: Path, arrays: Mapping[str, jax.Array]) -> list[str]:
+def differing_arrays(read_stored: Read, arrays: Mapping[str, jax.Array]) -> list[str]:
     """Paths of the arrays whose bits differ from the stored ones; one is read at a time."""
     found = []
-    for path, wanted in like(arrays).items():
-        stored = read(step, {path: wanted})[path].addressable_shards
-        pairs = zip(arrays[path].addressable_shards, stored, strict=True)
+    for path, x in arrays.items():
+        wanted = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        stored = read_stored({path: wanted})[path].addressable_shards
+        pairs = zip(x.addressable_shards, stored, strict=True)
         if any(a.replica_id == 0 and _bits(a.data) != _bits(b.data) for a, b in pairs):
             found.append(path)
     return found
-
-
-def like(arrays: Mapping[str, jax.Array]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The abstract arrays that `read` takes, for arrays as these."""
-    return {
-        path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        for path, x in arrays.items()
-    }
 
 
 def files_of(step: Path, process: int) -> list[str]:

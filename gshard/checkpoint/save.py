@@ -6,16 +6,15 @@ import contextlib
 import json
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 
-from gshard._util.durable import write_file
 from gshard._util.errors import GShardError, some, warn
-from gshard.checkpoint import orbax
 from gshard.checkpoint.arrays import check_same_run
 from gshard.checkpoint.background_save import BackgroundSave
-from gshard.checkpoint.data_state import data_state_name
+from gshard.checkpoint.orbax import differing_arrays
 from gshard.checkpoint.retention import RetentionPolicy
 from gshard.checkpoint.step_files import StoreError
 from gshard.checkpoint.step_info import StepInfo
@@ -145,7 +144,7 @@ class StepWriter:
         self._arrays = {path: weakref.ref(x) for path, x in contents.arrays.items()}
         draft = self._draft(contents.step)
         self._uncommitted += 1
-        begun: list[Callable[[], None]] = []
+        begun: list[Callable[[], object]] = []
         call = f"save of step {contents.step}"
         try:
             run_on_all(lambda: begun.append(self._write(draft, contents)), call=call)
@@ -161,7 +160,6 @@ class StepWriter:
             jax.process_index(),
             jax.process_count(),
             begun[0],
-            contents.info.arrays,
             self._delete_old,
         )
         self.saving.start()
@@ -182,7 +180,7 @@ class StepWriter:
         with self._store.reader(verify=False) as reader:
 
             def compare() -> list[str]:
-                return orbax.differing_arrays(reader.fetch(contents.step, orbax.like(read)), read)
+                return differing_arrays(partial(reader.read, contents.step), read)
 
             changed = run_on_all(compare, call=call)
         changed = _all_of(changed)
@@ -289,11 +287,9 @@ class StepWriter:
         draft.make(contents.info)
         return draft
 
-    def _write(self, draft: Draft, contents: Contents) -> Callable[[], None]:
+    def _write(self, draft: Draft, contents: Contents) -> Callable[[], object]:
         draft.join()
-        if contents.data is not None:
-            write_file(draft.folder / data_state_name(jax.process_index()), contents.data)
-        return orbax.write(draft.folder, contents.arrays)
+        return draft.begin(contents.arrays, contents.data)
 
     def _delete_old(self) -> None:
         """Deletes the steps that the policy does not keep; called in the thread of a save."""

@@ -1,7 +1,7 @@
 """Where the steps of a run are: `Store`, which a folder and an object store implement.
 
-A step is complete or it is not there. It is written as a `Draft`: each process writes its files
-into a local folder and uploads them, and the first process commits the draft when all have.
+A step is complete or it is not there. It is written as a `Draft`: each process writes its files,
+and the first process commits the draft when all have.
 """
 
 from __future__ import annotations
@@ -38,16 +38,20 @@ class Draft(Protocol):
         """Makes sure that this process can write into `folder`; called by every process."""
         ...
 
-    def upload(self, names: Iterable[str]) -> None:
-        """Brings this process's files to where the first process finds them, in this order."""
+    def begin(self, arrays: Mapping[str, jax.Array], data: bytes | None) -> Callable[[], object]:
+        """Copies this process's shards to the host, and begins to write them.
+
+        After this returns, the arrays may be donated or deleted. The function that is returned
+        waits until the files of this process are where the first process finds them.
+        """
         ...
 
     def written_manifests(self) -> set[str]:
         """The names of the process manifests that are uploaded, without their folder."""
         ...
 
-    def collect(self, processes: int) -> None:
-        """Brings to `folder` what the first process must read of the others' files."""
+    def combine(self, processes: int) -> None:
+        """Lists the files of all processes; called by the first one."""
         ...
 
     def commit(self) -> str:
@@ -70,8 +74,8 @@ class Reader(Protocol):
         """What this process finds damaged, in its share or in what it is about to read."""
         ...
 
-    def fetch(self, step: int, wanted: Wanted) -> Path:
-        """A folder with what of the step is needed to read these arrays."""
+    def read(self, step: int, wanted: Wanted) -> dict[str, jax.Array]:
+        """Arrays of the step by path, with the shapes, dtypes and shardings of `wanted`."""
         ...
 
     def __enter__(self) -> Self: ...

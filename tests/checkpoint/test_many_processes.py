@@ -145,7 +145,7 @@ def test_waiting_for_thousands_of_manifests_takes_no_hundredth_of_a_core(tmp_pat
     paths = [tmp_path / process_manifest(rank) for rank in range(10_000)]
     for path in paths[:5000]:
         path.touch()
-    saving = BackgroundSave(DiskDraft(tmp_path, 1), 0, len(paths), lambda: None, (), lambda: None)
+    saving = BackgroundSave(DiskDraft(tmp_path, 1), 0, len(paths), lambda: None, lambda: None)
     last = threading.Timer(15, lambda: [path.touch() for path in paths])
     began, cpu = time.monotonic(), time.thread_time()
     last.start()

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from functools import partial
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ import pytest
 import gshard
 from gshard.checkpoint.background_save import BackgroundSave
 from gshard.checkpoint.disk import DiskDraft
+from gshard.checkpoint.own_files import list_files
 from tests.tiers import quick
 
 # Orbax leaves its other writes behind when one fails, or is interrupted.
@@ -195,7 +197,8 @@ def test_nobody_waits_for_shards_in_a_folder_that_is_gone(tmp_path):
     folder = tmp_path / "1.saving"
     for name in ("arrays", "manifests"):
         (folder / name).mkdir(parents=True)
-    saving = BackgroundSave(DiskDraft(folder, 1), 0, 2, lambda: None, (), lambda: None)
+    write = partial(list_files, folder, ())
+    saving = BackgroundSave(DiskDraft(folder, 1), 0, 2, write, lambda: None)
     saving.start()
     saving.wait_for_files()
     shutil.rmtree(folder)
