@@ -99,7 +99,7 @@ def measure(folder: Path, megabytes: int, rounds: int) -> None:
         seconds = statistics.median(x[name] for x in seen)
         ratio = statistics.median(x[base] / x[name] for x in seen)
         speed = size / seconds / 1e6
-        print(f"{name:26s} {seconds:7.2f} s {speed:8,.0f} MB/s  {ratio:5.2f} of raw")
+        print(f"{name:30s} {seconds:7.2f} s {speed:8,.0f} MB/s  {ratio:5.2f} of raw")
     save, restore = (max(x[name] for x in seen) / size for name in ("save memory", "read memory"))
     print(f"memory above the state's: save {save:.2f} of it, restore {restore:.2f} "
           "(the new state is 1)")  # fmt: skip
@@ -112,6 +112,11 @@ BASES = {
     "read raw": "read raw",
     "restore": "read raw",
     "restore, verify=False": "read raw",
+    "local save, until it returns": "write raw",
+    "local save, until it is a step": "write raw",
+    "local restore": "read raw",
+    "plain Orbax, save": "write raw",
+    "plain Orbax, restore": "read raw",
 }
 
 
@@ -129,7 +134,41 @@ def one_round(folder: Path, number: int, size: int, state: Any, plan: Any) -> di
             start = reset_peak()
             found[name] = timed(lambda v=verify: restore(checkpointer, like, v))
             found["read memory"] = memory_peak() - start
-    return found
+    found |= local_times(folder, number, state, like)
+    return found | orbax_times(folder / "orbax", state)
+
+
+def local_times(folder: Path, number: int, state: Any, like: Any) -> dict[str, float]:
+    """Of a local folder on the same disk."""
+    how = {"every": 10**9, "local": folder / "local", "local_every": 1}
+    checkpointer = gshard.Checkpointer(folder / "run", writes=False, **how)
+    returned = timed(lambda: checkpointer.save(number + 1, state))
+    complete = returned + timed(checkpointer.wait)
+    restored = timed(lambda: restore(checkpointer, like, True))
+    checkpointer.close()
+    return {
+        "local save, until it returns": returned,
+        "local save, until it is a step": complete,
+        "local restore": restored,
+    }
+
+
+def orbax_times(folder: Path, state: Any) -> dict[str, float]:
+    """Of Orbax without gshard, which compares no checksums."""
+    import orbax.checkpoint as ocp
+
+    shutil.rmtree(folder, ignore_errors=True)
+    tree = {str(i): x for i, x in enumerate(jax.tree.leaves(state)) if np.size(x)}
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
+    with ocp.StandardCheckpointer() as checkpointer:
+
+        def save() -> None:
+            checkpointer.save(folder, tree)
+            checkpointer.wait_until_finished()
+
+        saved = timed(save)
+        read = timed(lambda: jax.block_until_ready(checkpointer.restore(folder, abstract)))
+    return {"plain Orbax, save": saved, "plain Orbax, restore": read}
 
 
 def raw_times(path: Path, data: bytes) -> dict[str, float]:

@@ -24,9 +24,10 @@ from gshard.analysis.forecast_report import Forecast, LevelForecast
 from gshard.analysis.monitor.metrics import Metrics
 from gshard.analysis.monitor.profile import profile
 from gshard.analysis.setup import TrainSetup
-from gshard.checkpoint.checkpointer import Checkpointer, Restored
+from gshard.checkpoint.checkpointer import Checkpointer
 from gshard.checkpoint.checksums import Damage, DamagedCheckpointError
 from gshard.checkpoint.orbax import import_orbax
+from gshard.checkpoint.restore import Restored
 from gshard.checkpoint.safetensors.load import load_safetensors
 from gshard.checkpoint.safetensors.name_map import NameMap
 from gshard.checkpoint.safetensors.save import save_safetensors

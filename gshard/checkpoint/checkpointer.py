@@ -6,11 +6,9 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 import jax
 
@@ -20,55 +18,25 @@ from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.validation import check_integer, flag, shown
 from gshard.checkpoint.arrays import (
     arrays_of,
-    arrays_to_read,
-    read_components,
     state_and_plan,
-    with_components,
 )
 from gshard.checkpoint.checksums import Damage, verify_step
-from gshard.checkpoint.data_state import packed_data_state, read_data_state
+from gshard.checkpoint.data_state import packed_data_state
+from gshard.checkpoint.local.tier import LocalTier
 from gshard.checkpoint.open_store import open_store
+from gshard.checkpoint.restore import Restored, Tier, restore
 from gshard.checkpoint.retention import RetentionPolicy
 from gshard.checkpoint.save import Contents, SaveFailedError, StepWriter
 from gshard.checkpoint.step_files import StepFiles, store_errors_explained
 from gshard.checkpoint.step_info import StepInfo, as_metadata, existing_step
-from gshard.checkpoint.store import Reader, Wanted
-from gshard.checkpoint.undamaged import find_undamaged, steps_everywhere
 from gshard.distributed.agree import run_on_all
-from gshard.distributed.exit import PREEMPTED_EXIT_CODE
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE, was_preempted
 from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.plan import Plan
 from gshard.train.late_checks import check_now, forget_checks
-from gshard.train.optim.optimizer_info import difference, optimizer_info
 
 S = TypeVar("S")
-
-
-@dataclass(frozen=True)
-class Restored(Generic[S]):
-    """What `Checkpointer.restore` read.
-
-    Attributes:
-      step: the number of the step.
-      state: the train state, of the type, mesh and level of `like`.
-      data_state: the data state that this process passed to `save`, or None.
-      metadata: the metadata that was passed to `save`.
-
-    Example:
-      >>> mesh = gshard.make_mesh()
-      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=0)
-      >>> with gshard.Checkpointer("checkpoints") as checkpointer:
-      ...     checkpointer.save(0, state, metadata={"loss": 0.5})
-      ...     restored = checkpointer.restore(like=state)
-      >>> restored.step, restored.metadata, type(restored.state) is type(state)
-      (0, {'loss': 0.5}, True)
-    """
-
-    step: int
-    state: S
-    data_state: Any
-    metadata: dict[str, Any]
 
 
 class Checkpointer:
@@ -80,6 +48,11 @@ class Checkpointer:
     Args:
       directory: the path of the directory, which the first save makes, or an address such as
         `gs://bucket/run` or `s3://bucket/run`.
+      every: `save` writes the steps whose number is a multiple of this, and ignores the others, so
+        that it may be called after each step. None: all of them.
+      local: a folder that each machine has of its own, in memory (`/dev/shm/...`) or on its disk.
+        It keeps the newest step between those of the directory.
+      local_every: `save` writes the other steps whose number is a multiple of this into `local`.
       keep_last: how many of the newest steps to keep.
       keep_every: also keep the steps whose number is a multiple of this.
       keep_best: also keep this many steps with the best `metric`. If none of these three is given,
@@ -92,10 +65,10 @@ class Checkpointer:
         False before the first save, so that others may write. None: True if a rule of what to keep
         is given. Reading (`restore`, `verify`, `metadata`) needs no lock.
       on_failure: `"raise"` a `SaveFailedError` when a step could not be written, or `"warn"` and
-        continue.
+        continue. A local step that could not be written is always a warning.
 
     Raises:
-      CallOrderError: another process writes into the directory.
+      CallOrderError: another process writes into the directory, or into the local folder.
       GShardError: an argument is invalid.
 
     Example:
@@ -116,6 +89,9 @@ class Checkpointer:
         self,
         directory: str | os.PathLike[str],
         *,
+        every: int | None = None,
+        local: str | os.PathLike[str] | None = None,
+        local_every: int | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: int | None = None,
@@ -131,12 +107,16 @@ class Checkpointer:
         if on_failure not in ("raise", "warn"):
             raise GShardError(f"on_failure={shown(on_failure)} must be 'raise' or 'warn'.")
         self._warns = on_failure == "warn"
+        self._every, self._local_every = _rhythm(every, local, local_every)
         self._writer = StepWriter(self._store, self._retention)
+        self._local = None if local is None else LocalTier(local, str(self._store))
+        self._elsewhere: str | None = None  # where the last state is that `save` was given
         self._closed = False
         # One thread at a time: a save that begins removes what it takes for debris.
         self._in_use = threading.RLock()
         if not self._retention.keeps_all if writes is None else flag("writes", writes):
-            self._writer.claim()
+            for writer in self._writers():
+                writer.claim()
 
     @property
     def directory(self) -> Path | str:
@@ -149,8 +129,9 @@ class Checkpointer:
             return self._store.steps()
 
     def latest_step(self) -> int | None:
-        """The newest complete step, or None."""
-        return max(self.all_steps(), default=None)
+        """The newest complete step, of the directory or the local folders, or None."""
+        local = () if self._local is None else self._local.steps
+        return max((*self.all_steps(), *local), default=None)
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """The metadata that `save` was given for a step, by default the newest."""
@@ -177,8 +158,9 @@ class Checkpointer:
         *,
         data_state: Any = None,
         metadata: Mapping[str, Any] | None = None,
+        force: bool = False,
     ) -> None:
-        """Writes a train state as a step.
+        """Writes a train state as a step, if its number is one to be saved.
 
         The state is copied to the host before this returns, so it may be trained on and donated.
         Each process copies and writes its local shards; nothing is gathered.
@@ -192,6 +174,8 @@ class Checkpointer:
             of each process.
           metadata: facts about the step: numbers, strings, lists and dictionaries of these. The
             first process's metadata is written.
+          force: True writes the step into the directory whatever its number is, for the last one.
+            After `gshard.distributed.preempted` or `until_preempted` has told to stop, all are.
 
         Raises:
           SaveFailedError: this step, or the one before, could not be written. Earlier steps are
@@ -211,14 +195,30 @@ class Checkpointer:
             self._retention.check(table)
             return Contents(StepInfo.of(number, infos, plan, table), arrays, data)
 
+        writer = self._writer_of(step, flag("force", force))
+        if writer is None:
+            return
+
         def begin() -> None:
-            self._writer.begin(contents, lambda: compare_losses(plan_of(state, "save")))
+            writer.begin(contents, lambda: compare_losses(plan_of(state, "save")))
             if not self._asynchronous:
-                self._writer.wait()
+                writer.wait()
 
         with self._in_use, spending("checkpoint"):
-            self.wait()
-            self._run(begin)
+            self._run(writer, writer.wait)
+            self._run(writer, begin)
+
+    def _writer_of(self, step: Any, force: bool) -> StepWriter | None:
+        """Who writes a step of this number; None for nobody."""
+        every, local = self._every, self._local_every
+        is_number = hasattr(step, "__index__") and not isinstance(step, bool)
+        if not is_number or force or step % every == 0 or was_preempted():
+            self._elsewhere = None
+            return self._writer
+        kept = self._local if local and step % local == 0 else None
+        where = "nowhere" if kept is None else f"in {kept.store} alone"
+        self._elsewhere = f"step {step} is saved {where}"
+        return kept
 
     def wait(self) -> None:
         """Waits until the last save is complete and on the disk.
@@ -228,7 +228,11 @@ class Checkpointer:
             warning.
         """
         with self._in_use, spending("checkpoint"):
-            self._run(self._writer.wait)
+            for writer in self._writers():
+                self._run(writer, writer.wait)
+
+    def _writers(self) -> list[StepWriter]:
+        return [self._writer] if self._local is None else [self._local, self._writer]
 
     def delete(self, step: int) -> None:
         """Deletes a step: at once for readers, then file by file.
@@ -294,7 +298,9 @@ class Checkpointer:
             self._refuse_closed()
             flag("verify", verify)
             flag("cast", cast)
-            asked = None if step is None else existing_step(self._store, step, self.all_steps())
+            local = set() if self._local is None else self._local.steps
+            there = sorted({*self.all_steps(), *local})
+            asked = None if step is None else existing_step(self._store, step, there)
             return *state_and_plan(like, "restore(like=...)"), asked
 
         what = f"restore(step={shown(step)}, verify={shown(verify)}, cast={shown(cast)})"
@@ -302,60 +308,26 @@ class Checkpointer:
             self.wait()
             began = time.monotonic()
             state, plan, asked = run_on_all(prepare, call=what, what=lambda: what)
-            with self._store.reader(verify) as reader:
-                found = self._restore_undamaged(reader, asked, state, plan, cast)
+            with contextlib.ExitStack() as stack:
+                readers = [stack.enter_context(x.reader(verify)) for x in self._writers()]
+                tiers = [*map(Tier, self._writers(), readers)]
+                found = restore(tiers, asked, state, plan, cast)
             forget_checks(plan)
             events.restored(found.step, time.monotonic() - began)
             return found
-
-    def _restore_undamaged(
-        self, reader: Reader, asked: int | None, state: Any, plan: Plan, cast: bool
-    ) -> Restored[Any]:
-        """Reads the step that was asked for, or the newest undamaged one."""
-
-        def wants(info: StepInfo) -> list[Wanted]:
-            with _named(self._store.step(info.step)):
-                return [*arrays_to_read(info.arrays, plan, cast)]
-
-        while True:
-            number, damaged = find_undamaged(
-                self._store, asked, lambda step: reader.damages(step, wants)
-            )
-            self._writer.damaged |= damaged
-            self._writer.last_step = None  # its number may be reached with another state
-            try:
-                make_restored = run_on_all(
-                    lambda: self._read(reader, number, state, plan, cast),  # noqa: B023
-                    call=f"restore of step {number}",
-                )
-            except GShardError:
-                if asked is None and number not in steps_everywhere(self._store):
-                    continue  # another job has deleted it meanwhile
-                raise
-            return make_restored()
-
-    def _read(
-        self, reader: Reader, step: int, state: Any, plan: Plan, cast: bool
-    ) -> Callable[[], Restored[Any]]:
-        """Reads a step; the function that is returned may change an NNX state in place."""
-        files = self._store.step(step)
-        info = StepInfo.read(files)
-
-        with _named(files):
-            components = read_components(partial(reader.read, step), info.arrays, plan, cast)
-        if info.optimizer and (said := difference(info.optimizer, optimizer_info(plan))):
-            warn(
-                f"{files} was saved with another optimizer than like= has: {said}. Its state "
-                "is restored, and training goes on with yours."
-            )
-        data, metadata = read_data_state(files, info.processes), dict(info.metadata)
-        return lambda: Restored(step, with_components(components, state, plan), data, metadata)
 
     def close(self) -> None:
         """Waits for the last save, and lets another `Checkpointer` write into the directory."""
         with self._in_use, spending("checkpoint"):
             self._closed = True
-            self._run(self._writer.close)
+            for writer in self._writers():
+                self._run(writer, writer.close)
+            if self._elsewhere is not None:
+                warn(
+                    f"the last {self._elsewhere}, and not in {self._store}. Save the last state "
+                    "with save(step, state, force=True)."
+                )
+                self._elsewhere = None
 
     def __enter__(self) -> Self:
         return self
@@ -364,7 +336,9 @@ class Checkpointer:
         # A preemption reaches all processes, other errors may happen in one.
         preempted = isinstance(error, SystemExit) and error.code == PREEMPTED_EXIT_CODE
         everywhere = error is None or preempted or jax.process_count() == 1
-        if everywhere or self._writer.saving is None:
+        if error is not None:
+            self._elsewhere = None  # what is missing at an error needs no word
+        if everywhere or all(writer.saving is None for writer in self._writers()):
             self.close()
         # Otherwise other processes may never call this; the thread ends by itself.
 
@@ -383,20 +357,31 @@ class Checkpointer:
                 "and a save can start no thread any more. Save before the script ends."
             )
 
-    def _run(self, action: Callable[[], None]) -> None:
+    def _run(self, writer: StepWriter, action: Callable[[], None]) -> None:
         """Runs an action; a failed save is an error or a warning, as the user chose."""
         try:
             action()
         except SaveFailedError as error:
-            if not self._warns:
+            if not self._warns and writer is self._writer:
                 raise
             warn(str(error))
 
 
-@contextlib.contextmanager
-def _named(files: StepFiles) -> Iterator[None]:
-    """Says of which step an error is."""
-    try:
-        yield
-    except GShardError as error:
-        raise GShardError(f"{files}: {error}") from error
+def _rhythm(every: Any, local: Any, local_every: Any) -> tuple[int, int | None]:
+    """How often a step is saved in the directory, and in the local folders."""
+    for name, value in (("every", every), ("local_every", local_every)):
+        if value is not None:
+            check_integer(name, value, 1, " of steps")
+    if local is None and local_every is not None:
+        raise GShardError(f"local_every={shown(local_every)} needs local=, a folder.")
+    if local is not None and None in (every, local_every):
+        raise GShardError(
+            "local= needs every= and local_every=, after how many steps to save in the directory "
+            "and in the local folder, such as every=1000 and local_every=50."
+        )
+    if local is not None and every <= local_every:
+        raise GShardError(
+            f"local_every={local_every} must be less than every={every}: the local folder keeps "
+            "steps between those of the directory."
+        )
+    return every or 1, local_every

@@ -54,6 +54,8 @@ def as_directory(path: Any) -> Path:
 class Disk:
     """The steps of a run in one directory."""
 
+    is_shared = True
+
     def __init__(self, directory: Path):
         self.directory = directory
         self._lock: int | None = None
@@ -208,6 +210,10 @@ class DiskReader:
         if not self._verify:
             return []
         return verify_step(self._disk.step(step), (jax.process_index(), jax.process_count()))
+
+    def files(self, step: int) -> StepFolder:
+        """The files of the step."""
+        return self._disk.step(step)
 
     def read(self, step: int, wanted: Wanted) -> dict[str, jax.Array]:
         """Arrays by path."""

@@ -81,6 +81,10 @@ class ObjectReader:
             return [error.args[0]]
         return found
 
+    def files(self, step: int) -> RangeFiles:
+        """The files of the step."""
+        return self._step(step)
+
     def read(self, step: int, wanted: Wanted) -> dict[str, jax.Array]:
         """Arrays by path."""
         return read(self.fetch(step, wanted), wanted)

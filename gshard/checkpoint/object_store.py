@@ -54,6 +54,8 @@ _BLOCK = 2**24  # bytes of one request
 class ObjectStore:
     """The steps below an address of an object store."""
 
+    is_shared = True
+
     def __init__(self, address: str):
         self.directory = address.rstrip("/")
         self._bucket = Bucket(address)

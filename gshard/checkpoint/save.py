@@ -18,7 +18,7 @@ from gshard.checkpoint.orbax import differing_arrays
 from gshard.checkpoint.retention import RetentionPolicy
 from gshard.checkpoint.step_files import StoreError
 from gshard.checkpoint.step_info import StepInfo
-from gshard.checkpoint.store import Draft, Store
+from gshard.checkpoint.store import Draft, Reader, Store
 from gshard.distributed.agree import FailedError, all_gather_text, run_on_all
 
 # A skipped step changes these arrays but not the step's number.
@@ -53,13 +53,18 @@ class Contents(NamedTuple):
 class StepWriter:
     """Writes the steps of one run. All processes make the same calls; the first makes the drafts.
 
-    A restore adds the steps that it finds damaged to `damaged`; the next save sets them aside.
+    `among` is the rank of this process and the number of those that write a step together, by
+    default all. A restore adds the steps that it finds damaged to `damaged`; the next save sets
+    them aside.
     """
 
-    def __init__(self, store: Store, retention: RetentionPolicy):
+    def __init__(
+        self, store: Store, retention: RetentionPolicy, among: tuple[int, int] | None = None
+    ):
         self.damaged: set[int] = set()
-        self._store, self._retention = store, retention
-        self._first = jax.process_index() == 0
+        self.store, self._retention = store, retention
+        self._among = among or (jax.process_index(), jax.process_count())
+        self._first = self._among[0] == 0
         self.saving: BackgroundSave | None = None  # until somebody has waited for it
         self.last_step: int | None = None  # that this object has written
         # Of the step that was begun last, to recognize it when it is saved again.
@@ -68,18 +73,22 @@ class StepWriter:
         self._arrays: dict[str, weakref.ref[jax.Array]] = {}
         self._uncommitted = 0  # saves that were begun and are not known to be steps
 
+    def reader(self, verify: bool) -> Reader:
+        """Reads the steps."""
+        return self.store.reader(verify)
+
     def claim(self) -> None:
         """Refuses another job that would write there, from now on."""
 
         def become_writer() -> None:
             if self._first:
                 try:
-                    self._store.open_for_writing()
+                    self.store.open_for_writing()
                 # No error: it may only be there to restore.
                 except (OSError, StoreError) as error:
                     why = getattr(error, "strerror", None) or error
                     warn(
-                        f"{self._store} cannot be written: {why}. "
+                        f"{self.store} cannot be written: {why}. "
                         "Every save will fail. Choose another directory, or pass writes=False to "
                         "only restore from this one."
                     )
@@ -120,7 +129,7 @@ class StepWriter:
 
         def prepare() -> None:
             found.append(describe())
-            if self.last_step is not None and not self._store.is_taken(self.last_step):
+            if self.last_step is not None and not self.store.is_taken(self.last_step):
                 self.last_step = None  # somebody deleted it
             if self._first and found[0].step != self.last_step:
                 made.append(self._make_draft(found[0]))
@@ -157,8 +166,7 @@ class StepWriter:
             raise
         self.saving = BackgroundSave(
             draft,
-            jax.process_index(),
-            jax.process_count(),
+            *self._among,
             begun[0],
             self._delete_old,
         )
@@ -175,9 +183,9 @@ class StepWriter:
         others = [path for path, x in read.items() if path not in last or last[path]() is not x]
         everywhere = _all_of(others)  # every process reads the same arrays, as in a restore
         read = {path: x for path, x in read.items() if path in everywhere}
-        where = self._store.step(contents.step)
+        where = self.store.step(contents.step)
         call = f"save of step {contents.step} again"
-        with self._store.reader(verify=False) as reader:
+        with self.store.reader(verify=False) as reader:
 
             def compare() -> list[str]:
                 return differing_arrays(partial(reader.read, contents.step), read)
@@ -232,8 +240,8 @@ class StepWriter:
 
         def delete() -> None:
             if self._first:
-                self._store.open_for_writing()
-                self._store.delete(step)
+                self.store.open_for_writing()
+                self.store.delete(step)
 
         try:
             call = f"deletion of step {step}"
@@ -248,40 +256,40 @@ class StepWriter:
         try:
             self.wait()
         finally:
-            self._store.close()
+            self.store.close()
 
     def _draft(self, step: int) -> Draft:
-        return self._store.draft(step, self._uncommitted)
+        return self.store.draft(step, self._uncommitted)
 
     def _make_draft(self, contents: Contents) -> Draft:
         """Checks that the step may be written, and makes its draft."""
-        self._store.open_for_writing()
-        there = self._store.steps()
+        self.store.open_for_writing()
+        there = self.store.steps()
         steps = [step for step in there if step not in self.damaged]
         if steps:
             try:
-                newest = StepInfo.read(self._store.step(steps[-1]))
+                newest = StepInfo.read(self.store.step(steps[-1]))
             except GShardError as error:
                 raise GShardError(
                     f"save: {error} Call restore(), which finds the newest undamaged step; the "
                     "next save then sets the damaged ones aside. Or delete it: "
                     f"checkpointer.delete({steps[-1]})."
                 ) from error
-            check_same_run(newest.arrays, contents.info.arrays, str(self._store))
+            check_same_run(newest.arrays, contents.info.arrays, str(self.store))
             if steps[-1] >= contents.step:
                 raise GShardError(
                     f"save: step {contents.step} is not after the newest one, {steps[-1]}, in "
-                    f"{self._store}. Restore that one and continue from it, choose another "
+                    f"{self.store}. Restore that one and continue from it, choose another "
                     "directory, or delete the newer steps: checkpointer.delete(step)."
                 )
-        if contents.step not in self.damaged and self._store.is_taken(contents.step):
+        if contents.step not in self.damaged and self.store.is_taken(contents.step):
             raise GShardError(
-                f"save: {self._store.step(contents.step)} exists, and gshard did not write "
+                f"save: {self.store.step(contents.step)} exists, and gshard did not write "
                 "it. Choose another directory."
             )
-        self._store.check_room(sum(x.size * x.dtype.itemsize for x in contents.arrays.values()))
+        self.store.check_room(sum(x.size * x.dtype.itemsize for x in contents.arrays.values()))
         for step in sorted(self.damaged & set(there)):
-            warn(f"the damaged step {step} is now {self._store.set_aside(step)}.")
+            warn(f"the damaged step {step} is now {self.store.set_aside(step)}.")
         self.damaged.clear()
         draft = self._draft(contents.step)
         draft.make(contents.info)
@@ -296,20 +304,20 @@ class StepWriter:
         if self._retention.keeps_all:
             return
         metadata: dict[int, Mapping[str, Any]] = {}
-        for step in self._store.steps():
+        for step in self.store.steps():
             # A damaged step stays, to be examined, and the others are deleted nevertheless.
             with contextlib.suppress(GShardError):
-                metadata[step] = StepInfo.read(self._store.step(step)).metadata
+                metadata[step] = StepInfo.read(self.store.step(step)).metadata
         for step in self._retention.to_delete(metadata):
-            self._store.delete(step)
+            self.store.delete(step)
 
     def _failed(self, step: int, why: GShardError) -> SaveFailedError:
         try:
-            newest = max(self._store.steps(), default=None)
+            newest = max(self.store.steps(), default=None)
             known = "There is no step yet" if newest is None else f"The newest step is {newest}"
         except (GShardError, StoreError):  # the reason may be the same
             known = "Its steps cannot be listed"
-        return SaveFailedError(f"step {step} was not saved in {self._store}: {why}. {known}.", step)
+        return SaveFailedError(f"step {step} was not saved in {self.store}: {why}. {known}.", step)
 
 
 def _all_of(paths: Collection[str]) -> set[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import jax
 
@@ -38,7 +38,7 @@ class Draft(Protocol):
         """Makes sure that this process can write into `folder`; called by every process."""
         ...
 
-    def begin(self, arrays: Mapping[str, jax.Array], data: bytes | None) -> Callable[[], object]:
+    def begin(self, arrays: Mapping[str, jax.Array], data: Any) -> Callable[[], object]:
         """Copies this process's shards to the host, and begins to write them.
 
         After this returns, the arrays may be donated or deleted. The function that is returned
@@ -74,6 +74,10 @@ class Reader(Protocol):
         """What this process finds damaged, in its share or in what it is about to read."""
         ...
 
+    def files(self, step: int) -> StepFiles:
+        """The files that describe the step, and the data states."""
+        ...
+
     def read(self, step: int, wanted: Wanted) -> dict[str, jax.Array]:
         """Arrays of the step by path, with the shapes, dtypes and shardings of `wanted`."""
         ...
@@ -85,6 +89,8 @@ class Reader(Protocol):
 
 class Store(Protocol):
     """The steps of a run. `str` of it is its address."""
+
+    is_shared: bool  # by all processes; else each has its own, of its shards
 
     @property
     def directory(self) -> Path | str:

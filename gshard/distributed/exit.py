@@ -49,6 +49,7 @@ _THREADS_TIMEOUT = 8.0  # seconds that `atexit` functions and other threads have
 
 _code = 0
 _calls = 0  # of `preempted`
+_told = False  # by `preempted`, to stop
 _signal_received = threading.Event()
 _listening = False
 
@@ -132,18 +133,25 @@ def preempted() -> bool:
       ...             save(state)
       ...             raise SystemExit(gshard.distributed.PREEMPTED_EXIT_CODE)
     """
-    global _calls
+    global _calls, _told
     _calls += 1
     if jax.process_count() == 1:
         _listen()
-        return _signal_received.is_set()
+        _told = _signal_received.is_set()
+        return _told
     try:
-        return multihost_utils.reached_preemption_sync_point(_calls)
+        _told = multihost_utils.reached_preemption_sync_point(_calls)
+        return _told
     except RuntimeError as error:
         raise CallOrderError(
             f"preempted(): {error} With several processes it needs JAX's preemption service, "
             "which jax_enable_preemption_service=False turns off."
         ) from error
+
+
+def was_preempted() -> bool:
+    """Whether `preempted` has told this process to stop."""
+    return _told
 
 
 def until_preempted(

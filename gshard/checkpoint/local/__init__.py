@@ -1,0 +1,1 @@
+"""The newest steps in a folder of each machine. Start reading: `tier`, `store`, then `reader`."""

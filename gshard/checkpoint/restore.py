@@ -1,0 +1,124 @@
+"""Restores a step: the newest that is undamaged, from the directory or from a local folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from gshard._util.errors import GShardError, warn
+from gshard.checkpoint.arrays import arrays_to_read, read_components, with_components
+from gshard.checkpoint.checksums import Damage
+from gshard.checkpoint.data_state import read_data_state
+from gshard.checkpoint.save import StepWriter
+from gshard.checkpoint.step_info import StepInfo
+from gshard.checkpoint.store import Reader, Wanted
+from gshard.checkpoint.undamaged import (
+    Source,
+    find_damages_together,
+    find_undamaged,
+    steps_everywhere,
+)
+from gshard.distributed.agree import run_on_all
+from gshard.sharding.plan import Plan
+from gshard.train.optim.optimizer_info import difference, optimizer_info
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Restored(Generic[S]):
+    """What `Checkpointer.restore` read.
+
+    Attributes:
+      step: the number of the step.
+      state: the train state, of the type, mesh and level of `like`.
+      data_state: the data state that this process passed to `save`, or None.
+      metadata: the metadata that was passed to `save`.
+      source: where it was read: the directory, or the local folder.
+
+    Example:
+      >>> mesh = gshard.make_mesh()
+      >>> state, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=0)
+      >>> with gshard.Checkpointer("checkpoints") as checkpointer:
+      ...     checkpointer.save(0, state, metadata={"loss": 0.5})
+      ...     restored = checkpointer.restore(like=state)
+      >>> restored.step, restored.metadata, type(restored.state) is type(state)
+      (0, {'loss': 0.5}, True)
+    """
+
+    step: int
+    state: S
+    data_state: Any
+    metadata: dict[str, Any]
+    source: str
+
+
+class Tier(NamedTuple):
+    """A store of a run: who writes it, and what reads it."""
+
+    writer: StepWriter
+    reader: Reader
+
+
+def restore(
+    tiers: Sequence[Tier], asked: int | None, state: Any, plan: Plan, cast: bool
+) -> Restored[Any]:
+    """Reads the step that was asked for, or the newest undamaged one of all tiers."""
+
+    def source(tier: Tier) -> Source:
+        store = tier.writer.store
+
+        def wants(info: StepInfo) -> list[Wanted]:
+            with _named(store.step(info.step)):
+                return [*arrays_to_read(info.arrays, plan, cast)]
+
+        def damages(step: int) -> list[Damage]:
+            return tier.reader.damages(step, wants)
+
+        together = partial(find_damages_together, damages_of=damages)
+        return Source(store, together if store.is_shared else damages)
+
+    sources = [source(tier) for tier in tiers]
+    while True:
+        i, number, damaged = find_undamaged(sources, asked)
+        for tier, bad in zip(tiers, damaged, strict=True):
+            tier.writer.damaged |= bad
+            tier.writer.last_step = None  # its number may be reached with another state
+        try:
+            make_restored = run_on_all(
+                lambda: _read(tiers[i], number, state, plan, cast),  # noqa: B023
+                call=f"restore of step {number}",
+            )
+        except GShardError:
+            if asked is None and number not in steps_everywhere(sources[i].store):
+                continue  # another job has deleted it meanwhile
+            raise
+        return make_restored()
+
+
+def _read(tier: Tier, step: int, state: Any, plan: Plan, cast: bool) -> Callable[[], Restored[Any]]:
+    """Reads a step; the function that is returned may change an NNX state in place."""
+    files = tier.reader.files(step)
+    info = StepInfo.read(files)
+    with _named(files):
+        components = read_components(partial(tier.reader.read, step), info.arrays, plan, cast)
+    if info.optimizer and (said := difference(info.optimizer, optimizer_info(plan))):
+        warn(
+            f"{files} was saved with another optimizer than like= has: {said}. Its state "
+            "is restored, and training goes on with yours."
+        )
+    data, metadata = read_data_state(files, info.processes), dict(info.metadata)
+    where = str(tier.writer.store)
+    return lambda: Restored(step, with_components(components, state, plan), data, metadata, where)
+
+
+@contextlib.contextmanager
+def _named(files: object) -> Iterator[None]:
+    """Says of which step an error is."""
+    try:
+        yield
+    except GShardError as error:
+        raise GShardError(f"{files}: {error}") from error

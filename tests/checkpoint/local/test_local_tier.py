@@ -1,0 +1,352 @@
+"""The newest steps in a folder of each machine are restored exactly, or not at all."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import gshard
+from gshard._util.crc32 import crc32
+from gshard.checkpoint.local import store as local_store
+from gshard.checkpoint.local.shards import INDEX, SHARDS, read_index
+from tests.checkpoint.test_checkpoints import PLACES, Training, assert_equal_bits, shard
+from tests.processes import clean_environment, run_workers
+from tests.tiers import quick
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*of the parameters are replicated"),
+    pytest.mark.filterwarnings("ignore:.*min_shard_size changes nothing"),
+]
+
+
+class WithKeys(TrainState):
+    keys: Any
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return {"directory": tmp_path / "run", "local": tmp_path / "local"}
+
+
+def opened(folders, **how):
+    return gshard.Checkpointer(**{"every": 100, "local_every": 1} | folders | how)
+
+
+def saved_locally(folders, run, *steps, **how):
+    """Trains, and saves each step on the machine alone; returns what the last one held."""
+    with pytest.warns(gshard.GShardWarning, match="saved in .*local alone"):
+        with opened(folders, **how) as checkpointer:
+            for step in steps:
+                run.train(step - 1)
+                checkpointer.save(step, run.state, data_state={"at": step}, metadata={"m": step})
+    return run.whole()
+
+
+@pytest.mark.parametrize(("level", "devices"), quick(PLACES, [("os", 4), ("p_g_os", 8)]))
+def test_any_level_and_mesh_to_any_other(folders, level, devices):
+    run = Training(level, devices)
+    held = saved_locally(folders, run, 1, 2)
+    after = run.train(2, 3)
+    for target in [("dp", 1), ("os", 2), ("os_g", 3), ("p_g_os", 5), (level, devices)]:
+        other = Training(*target)
+        restored = opened(folders).restore(like=other.state)
+        assert (restored.step, restored.data_state, restored.metadata) == (2, {"at": 2}, {"m": 2})
+        assert restored.source == str(folders["local"])
+        other.state = restored.state
+        assert_equal_bits(other.whole(), held)
+        np.testing.assert_allclose(other.train(2, 3), after, rtol=2e-6)
+
+
+def test_bfloat16_with_master_copies_and_random_keys(folders):
+    """Padded arrays of other dtypes, and an array with more dimensions than it seems to have."""
+    params = {"w": jnp.arange(35, dtype=jnp.float32).reshape(7, 5) / 3, "empty": jnp.zeros((0, 3))}
+    keys = {"key": jax.random.key(7)}
+    plain = WithKeys.create(apply_fn=None, params=params, tx=optax.adam(1e-2), keys=keys)
+    how = {"min_shard_size": 0, "precision": gshard.Precision("bf16", "float32")}
+    state, plan = shard(plain, "p_g_os", 4, **how)
+    with pytest.warns(gshard.GShardWarning, match="alone"), opened(folders) as checkpointer:
+        checkpointer.save(1, state)
+    again = jax.tree.map(jnp.zeros_like, params)
+    _, plan = shard(
+        plain.replace(params=again, keys={"key": jax.random.key(8)}), "p_g_os", 3, **how
+    )
+    found = plan.unwrap(opened(folders).restore(like=plan).state)
+    np.testing.assert_array_equal(found.params["w"], params["w"])
+    assert (
+        jax.random.key_data(found.keys["key"]).tolist() == jax.random.key_data(keys["key"]).tolist()
+    )
+
+
+def test_training_goes_on_while_a_step_is_written(folders, monkeypatch):
+    run, trained = Training("os_g", 4), threading.Event()
+    write = local_store.write_shards
+    monkeypatch.setattr(
+        local_store, "write_shards", lambda *given: (trained.wait(60), write(*given))
+    )
+    with pytest.warns(gshard.GShardWarning, match="alone"), opened(folders) as checkpointer:
+        held = run.whole()
+        checkpointer.save(1, run.state)
+        run.train(0, 1)  # the arrays that are saved are donated
+        trained.set()
+    run.state = opened(folders).restore(like=run.state).state
+    assert_equal_bits(run.whole(), held)
+
+
+def test_which_steps_are_saved_where(folders):
+    run = Training("os", 2)
+    local = folders["local"] / "0"
+    with opened(folders, every=6, local_every=2) as checkpointer:
+        assert checkpointer.latest_step() is None
+        for step, there, here in (
+            (1, [], None),
+            (2, [], 2),
+            (3, [], 2),
+            (4, [], 4),
+            (6, [6], 4),
+            (8, [6], 8),
+            (10, [6], 10),
+            (12, [6, 12], 10),
+        ):
+            checkpointer.save(step, run.state)
+            checkpointer.wait()
+            assert checkpointer.all_steps() == there
+            assert checkpointer.latest_step() == max(
+                [*there, *([here] if here else [])], default=None
+            )
+            steps = [int(x.name) for x in local.glob("[0-9]*")] if local.exists() else []
+            assert max(steps, default=None) == here and len(steps) <= 2
+        assert checkpointer.restore(like=run.state).step == 12
+        assert checkpointer.restore(10, like=run.state).step == 10
+        with pytest.raises(gshard.GShardError, match="step=4 is not in .*nearest are"):
+            checkpointer.restore(4, like=run.state)
+        checkpointer.save(13, run.state)
+        checkpointer.save(13, run.state, force=True)
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [6, 12, 13]
+
+
+def test_steps_that_are_not_in_the_directory_are_told_at_the_end(folders):
+    run = Training("os", 2)
+    checkpointer = opened(folders, every=6, local_every=2)
+    checkpointer.save(6, run.state)
+    checkpointer.save(8, run.state)
+    checkpointer.save(9, run.state)
+    with pytest.warns(gshard.GShardWarning, match="last step 9 is saved nowhere, and not in .*run"):
+        checkpointer.close()
+    with gshard.Checkpointer(folders["directory"], every=6) as checkpointer:  # no local folder
+        checkpointer.save(7, run.state)
+        checkpointer.save(12, run.state)
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [6, 12]
+
+
+def test_a_preempted_job_saves_whatever_the_number(folders):
+    script = f"""
+import os, signal, warnings
+import gshard
+from tests.checkpoint.test_checkpoints import Training
+warnings.simplefilter("error", gshard.GShardWarning)
+run = Training("dp", 1)
+checkpointer = gshard.Checkpointer({str(folders["directory"])!r}, every=100)
+def last():
+    with checkpointer:
+        checkpointer.save(7, run.state)
+for i in gshard.distributed.until_preempted(range(100), last=last):
+    checkpointer.save(i + 1, run.state)
+    if i == 6:
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=clean_environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 75, done.stderr
+    assert gshard.Checkpointer(folders["directory"]).all_steps() == [7]
+
+
+def test_the_newest_of_both_is_restored(folders):
+    run = Training("os_g", 4)
+    with opened(folders, every=3) as checkpointer:
+        for step in range(1, 7):
+            run.train(step - 1)
+            checkpointer.save(step, run.state, metadata={"m": step})
+    checkpointer = opened(folders, every=3)
+    restored = checkpointer.restore(like=run.state)
+    assert (restored.step, restored.source) == (6, str(folders["directory"]))
+    assert checkpointer.restore(5, like=run.state).metadata == {"m": 5}
+
+
+def test_a_flipped_bit_is_seen_and_an_older_step_restored(folders):
+    run = Training("p_g_os", 4)
+    with opened(folders, every=2) as checkpointer:
+        checkpointer.save(2, run.state)
+    saved_locally(folders, run, 3)
+    step, draw = folders["local"] / "0" / "3", random.Random(0)
+    shards = sorted(read_index(step).shards.values(), key=lambda x: x.offset)
+    flips = [(step / "shards.json", 1 + 40 * i) for i in range(6)]
+    for x in draw.sample(shards, 12):
+        flips.append((step / SHARDS, x.offset + draw.randrange(x.view().nbytes)))
+    for file, at in flips:
+        before = file.read_bytes()
+        file.write_bytes(
+            before[:at] + bytes([before[at] ^ 1 << draw.randrange(8)]) + before[at + 1 :]
+        )
+        with pytest.warns(gshard.GShardWarning, match=r"(?s)step 3 in .*local is incomplete"):
+            assert opened(folders).restore(like=run.state).step == 2
+        with pytest.raises(gshard.DamagedCheckpointError, match="are on no machine"):
+            opened(folders).restore(3, like=run.state)
+        file.write_bytes(before)
+    assert opened(folders).restore(like=run.state).step == 3
+
+
+def test_steps_of_two_saves_are_never_mixed(folders):
+    """As if one machine kept what it had before a restart, and another has written it again."""
+    run = Training("os", 2)
+    saved_locally(folders, run, 1)
+    step, other = folders["local"] / "0" / "1", folders["local"] / "1" / "1"
+    shutil.copytree(step, other)
+    line = (other / INDEX).read_bytes().splitlines()[0].replace(b'"token": "', b'"token": "other')
+    (other / INDEX).write_bytes(line + b"\n%08x\n" % crc32(line))
+    with pytest.raises(gshard.DamagedCheckpointError, match="are of several saves"):
+        opened(folders).restore(like=run.state)
+    saved_locally(folders, run, 2)  # removes the folder of a process that is no more
+    assert not other.parent.exists()
+    assert opened(folders).restore(like=run.state).step == 2
+
+
+def test_a_full_local_folder_is_a_warning(folders, tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    words = ("mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", folder)
+    if subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("this process may not mount a file system")
+    try:
+        run = Training("os", 2)
+        with opened(folders | {"local": folder}, every=2) as checkpointer:
+            with pytest.warns(gshard.GShardWarning, match="step 1 was not saved in .*small"):
+                checkpointer.save(1, run.state)
+                checkpointer.wait()
+            run.train(0)
+            checkpointer.save(2, run.state)
+        assert checkpointer.all_steps() == [2]
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_the_folder_of_another_run_is_refused(folders, tmp_path):
+    run = Training("os", 2)
+    saved_locally(folders, run, 1)
+    with pytest.raises(gshard.GShardError, match="holds the newest steps of the run in .*run"):
+        opened(folders | {"directory": tmp_path / "other"})
+    (folders["local"] / "0" / "1").rename(tmp_path / "moved")
+    opened(folders | {"directory": tmp_path / "other"})
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"every": None}, "local= needs every= and local_every="),
+        ({"local_every": None}, "local= needs every= and local_every="),
+        ({"local": None}, "local_every=1 needs local=, a folder"),
+        ({"every": 0}, "every=0 must be a whole number of steps, 1 or more"),
+        ({"local_every": 2.5}, "local_every=2.5 must be a whole number"),
+        ({"every": 5, "local_every": 5}, "local_every=5 must be less than every=5"),
+        ({"local": "gs://bucket/run"}, "local='gs://bucket/run' is an address"),
+        ({"local": 3}, "local=3 must be the path"),
+    ],
+)
+def test_wrong_arguments(folders, how, said):
+    with pytest.raises(gshard.GShardError, match=said):
+        opened(folders, **how)
+
+
+# ---- several processes -----------------------------------------------------------------------
+
+
+def test_processes_of_several_machines(tmp_path):
+    """In one test: the processes start once. Each has a folder as if it were a machine."""
+    first, second = run_workers(tmp_path, "checkpoint.local.local_worker", str(tmp_path))
+    for found in (first, second):
+        # A replica is on the other machine.
+        assert found["replica"].tolist() == [2, 1]
+        # Shards that no other machine has: back to the directory.
+        assert found["sharded"].tolist() == [1, 0]
+        assert "are on no machine" in found["sharded said"].tolist()[0]
+        # Each process of one machine: together they hold an array once, and read it all.
+        assert found["together"].tolist() == [2, 1]
+        assert "is one folder of several machines" in found["shared"].tolist()[0]
+    assert first["bytes"].tolist() == second["bytes"].tolist()
+    whole, both = first["bytes"].tolist()
+    assert whole <= both < 1.25 * whole  # with the parameters twice it is 1.5
+
+
+SAVES = """
+import sys
+import gshard
+gshard.virtual_devices(2)
+from tests.checkpoint.test_checkpoints import Training
+run = Training("p_g_os", 2)
+checkpointer = gshard.Checkpointer(sys.argv[1], every=4, local=sys.argv[2], local_every=1)
+if checkpointer.latest_step() is not None:
+    run.state = checkpointer.restore(like=run.state).state
+print(int(run.state.step), flush=True)
+while True:
+    step = int(run.state.step)
+    (loss,) = run.train(step)
+    print(step, repr(loss), flush=True)
+    checkpointer.save(step + 1, run.state)
+"""
+
+
+@pytest.mark.parametrize("kills", quick([50, 3], [3]))
+def test_killed_at_any_moment_it_goes_on_from_a_complete_step(tmp_path, kills):
+    """Its losses are those of a run that never stopped, and it loses two steps at most."""
+    draw, losses = random.Random(2), Training("p_g_os", 2).train(*range(30))
+    reached = 0
+    for _ in range(kills):
+        with subprocess.Popen(
+            [sys.executable, "-c", SAVES, tmp_path / "run", tmp_path / "local"],
+            env=clean_environment() | {"PYTHONWARNINGS": "ignore"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None and process.stderr is not None
+            timer = threading.Timer(120, process.kill)
+            timer.start()
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            assert int(line) >= reached - 2
+            lines = [process.stdout.readline() for _ in range(3)]
+            threading.Timer(draw.uniform(0, 0.5), process.kill).start()
+            lines += process.stdout.read().splitlines()
+            timer.cancel()
+        for line in filter(None, lines):
+            step, _, loss = line.partition(" ")
+            if int(step) < len(losses) and loss.strip():
+                np.testing.assert_allclose(float(loss), losses[int(step)], 2e-6)
+            reached = int(step)
+    assert reached > 3 * kills - 3
+
+
+def test_a_save_on_the_machine_costs_what_its_shards_have(tmp_path):
+    """Not a copy for each device that holds an array."""
+    run = Training("dp", 8)
+    with pytest.warns(gshard.GShardWarning, match="alone"):
+        with opened({"directory": tmp_path / "run", "local": tmp_path / "local"}) as checkpointer:
+            checkpointer.save(1, run.state)
+    (file,) = Path(tmp_path / "local").glob(f"0/1/{SHARDS}")
+    size = sum(x.nbytes for x in run.whole().values())
+    assert size <= os.path.getsize(file) < 1.5 * size
