@@ -7,8 +7,14 @@ users know).
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+if sys.platform == "win32":  # no locks, process groups and signals as gshard uses them
+    raise ImportError(
+        "gshard runs on Linux and macOS. On Windows, use it in WSL 2: "
+        "https://docs.jax.dev/en/latest/installation.html"
+    )
 if TYPE_CHECKING:
     from gshard._public import *  # noqa: F403
     from gshard._util.version import __version__

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -122,3 +124,9 @@ def test_an_upward_import_and_a_circle_are_found(text):
 def test_the_root_may_import_all_and_is_imported_by_none():
     assert not upward({"gshard": "import gshard.cli.main", "gshard.cli.main": ""})
     assert upward({"gshard": "", "gshard.cli.main": "import gshard"})
+
+
+def test_windows_is_refused_with_what_to_do():
+    script = "import sys; sys.platform = 'win32'; import gshard"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "ImportError: gshard runs on Linux and macOS. On Windows, use it in WSL 2" in done.stderr

@@ -8,7 +8,7 @@ import os
 import stat
 from pathlib import Path
 
-from gshard._util.errors import CallOrderError, GShardError
+from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.open_files import closed_in_forks
 
 LOCK = ".gshard_lock"
@@ -48,7 +48,12 @@ def lock(directory: Path) -> int:
             f"{directory}: {who or 'another process'} writes its checkpoints there. Choose another "
             "directory, or end that one (in this process: checkpointer.close())."
         ) from error
-    except OSError:  # a file system without locks
+    except OSError as error:  # such as NFS without its lock service
+        warn(
+            f"{directory} is on a file system without locks ({error.strerror}), so a second job "
+            "that saves there is not refused. Give each job a directory of its own, and mount NFS "
+            "with locks (version 4, without nolock)."
+        )
         return descriptor
     os.truncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())

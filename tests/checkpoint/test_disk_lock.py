@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -106,6 +108,16 @@ def test_a_directory_that_cannot_be_written_is_reported_before_training(tmp_path
     assert str(below) in str(said[0].message)
     assert said[0].filename == __file__
     gshard.Checkpointer(below, keep_last=3, writes=False)  # silent
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
+    def refuse(descriptor, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(gshard.GShardWarning, match="without locks .No locks available.*second job"):
+        checkpointer = gshard.Checkpointer(tmp_path, writes=True)
+    checkpointer.close()
 
 
 def test_readers_need_no_lock(tmp_path):
