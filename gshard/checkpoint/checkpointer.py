@@ -109,7 +109,10 @@ class Checkpointer:
         self._warns = on_failure == "warn"
         self._every, self._local_every = _rhythm(every, local, local_every)
         self._writer = StepWriter(self._store, self._retention)
-        self._local = None if local is None else LocalTier(local, str(self._store))
+        self._local = None
+        if local is not None:
+            rhythm = f"Checkpointer(every={every}, local_every={local_every})"
+            self._local = LocalTier(local, str(self._store), rhythm)
         self._elsewhere: str | None = None  # where the last state is that `save` was given
         self._closed = False
         # One thread at a time: a save that begins removes what it takes for debris.

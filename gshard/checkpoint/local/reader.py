@@ -8,7 +8,6 @@ process whose machine has it broadcasts.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,9 +27,11 @@ from gshard.checkpoint.local.shards import (
     Index,
     Key,
     bounds_of,
+    covered,
     damaged,
     key_of,
     keys_of,
+    volume,
 )
 from gshard.checkpoint.local.store import LocalStore
 from gshard.checkpoint.manifest import write_manifests
@@ -97,14 +98,14 @@ class LocalReader:
         for rank, text in sorted(offers.items()):
             for path, bounds, dtype in json.loads(text):
                 sources.setdefault(key_of(path, bounds), (rank, dtype))
-        if lost := [key.path for key in lacking if not _covered(key, sources)]:
+        if lost := [key.path for key in lacking if not covered(key, sources)]:
             return [Damage(SHARDS, "are on no machine", tuple(dict.fromkeys(lost)))]
         everyone = Mesh(np.array(jax.devices()), ("all",))
         for key, (rank, dtype) in sources.items():
             sends = rank == jax.process_index()
             x = found.held[key].view() if sends else np.zeros(key.shape, jnp.dtype(dtype))
             (got,) = broadcast([x], rank, everyone)
-            if any(_volume(key.shared(x)) for x in own if x.path == key.path):
+            if any(volume(key.shared(part)) for part in own if part.path == key.path):
                 found.received[key] = got
         return []
 
@@ -149,7 +150,7 @@ class _Found:
     def overlapping(self, needed: Key) -> Iterator[Key]:
         """The shards on this machine that have some of it."""
         for key in self._by_path.get(needed.path, ()):
-            if key in self.held and _volume(key.shared(needed)):
+            if key in self.held and volume(key.shared(needed)):
                 yield key
 
     def drop_damaged(self, needed: Iterable[Key]) -> None:
@@ -162,14 +163,14 @@ class _Found:
 
     def covers(self, needed: Key) -> bool:
         """Whether this machine has all of it."""
-        return _covered(needed, self.overlapping(needed))
+        return covered(needed, self.overlapping(needed))
 
     def pieces(self, needed: Key) -> Iterator[tuple[Key, np.ndarray]]:
         """The shards that have some of it, here or received."""
         for key in self.overlapping(needed):
             yield key, self.held[key].view()
         for key, x in self.received.items():
-            if key.path == needed.path and _volume(key.shared(needed)):
+            if key.path == needed.path and volume(key.shared(needed)):
                 yield key, x
 
 
@@ -208,13 +209,3 @@ def _array(path: str, x: jax.ShapeDtypeStruct, found: _Found) -> jax.Array:
         return out
 
     return jax.make_array_from_callback(x.shape, sharding, shard, dtype=x.dtype)
-
-
-def _covered(needed: Key, keys: Iterable[Key]) -> bool:
-    """Whether shards, of which none has an entry of another, have all of it together."""
-    parts = (key.shared(needed) for key in keys if key.path == needed.path)
-    return sum(map(_volume, parts)) == _volume(needed)
-
-
-def _volume(key: Key) -> int:
-    return math.prod(key.shape)

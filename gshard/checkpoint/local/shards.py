@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -167,3 +167,14 @@ def _checksum(x: np.ndarray) -> int:
     for block in _blocks(x):
         total = crc32(block, total)
     return total
+
+
+def covered(needed: Key, keys: Iterable[Key]) -> bool:
+    """Whether shards, of which none has an entry of another, have all of it together."""
+    parts = (key.shared(needed) for key in keys if key.path == needed.path)
+    return sum(map(volume, parts)) == volume(needed)
+
+
+def volume(key: Key) -> int:
+    """The number of entries."""
+    return math.prod(key.shape)

@@ -45,6 +45,7 @@ class LocalStore(Disk):
     Args:
       folder: the folder of this machine.
       run: the address of the run's directory.
+      rhythm: how often steps are saved, which must be the same on all processes.
 
     Raises:
       GShardError: the folder holds steps of another run, or is shared by several machines.
@@ -52,9 +53,9 @@ class LocalStore(Disk):
 
     is_shared = False
 
-    def __init__(self, folder: Path, run: str):
+    def __init__(self, folder: Path, run: str, rhythm: str):
         self.machine, self.run = folder, run
-        own = run_on_all(lambda: _machine(folder, run), call=_CALL)
+        own = run_on_all(lambda: _machine(folder, run), call=_CALL, what=lambda: rhythm)
         self._machines = all_gather_text(own, what=_CALL)  # by rank
         rank = jax.process_index()
         self._here = [r for r, machine in sorted(self._machines.items()) if machine == own]
@@ -139,7 +140,8 @@ class LocalDraft(DiskDraft):
     def begin(self, arrays: Mapping[str, jax.Array], data: Any) -> Callable[[], object]:
         """Copies the shards of this process to the host; `data` is noted beside them."""
         shards = copy_to_host(arrays, self._others_keep(arrays))
-        return lambda: write_shards(self.folder, shards, {"token": self._token, **data})
+        noted = {"token": self._token, "rank": jax.process_index(), **data}
+        return lambda: write_shards(self.folder, shards, noted)
 
     def written_manifests(self) -> set[str]:
         """As if it were the only process that writes."""
@@ -165,7 +167,9 @@ def local_folder(path: Any) -> Path:
 
 def _machine(folder: Path, run: str) -> str:
     """What tells this machine's folder from that of any other."""
-    make_folder(folder)
+    if not folder.exists():
+        make_folder(folder)
+        folder.chmod(0o700)  # /dev/shm belongs to all users of a machine
     other = run
     with suppress(OSError, ValueError):
         other = json.loads((folder / "machine").read_text())[1]

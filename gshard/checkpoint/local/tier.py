@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gshard._util.errors import warn
+from gshard.checkpoint.local.complete import incomplete_steps
 from gshard.checkpoint.local.reader import LocalReader
 from gshard.checkpoint.local.store import LocalStore, local_folder
 from gshard.checkpoint.retention import RetentionPolicy
 from gshard.checkpoint.save import Contents, StepWriter
 from gshard.checkpoint.store import Draft
-from gshard.checkpoint.undamaged import steps_everywhere
 from gshard.distributed.agree import all_gather_text
 
 
@@ -21,10 +22,13 @@ class LocalTier(StepWriter):
     writes as if it were the only one.
     """
 
-    def __init__(self, folder: Any, run: str):
-        self.store = LocalStore(local_folder(folder), run)
+    def __init__(self, folder: Any, run: str, rhythm: str):
+        self.store = LocalStore(local_folder(folder), run, rhythm)
         super().__init__(self.store, RetentionPolicy(), (0, 1))
-        self.steps: set[int] = {*steps_everywhere(self.store)}  # the same on every process
+        found = incomplete_steps(self.store)
+        self.steps = {step for step, missing in found.items() if not missing}  # as on all processes
+        for step in found.keys() - self.steps:
+            warn(f"step {step} in {self.store} is not restored: {found[step]}.")
 
     def reader(self, verify: bool) -> LocalReader:
         """Reads steps."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -55,12 +56,12 @@ def saved_locally(folders, run, *steps, **how):
     return run.whole()
 
 
-@pytest.mark.parametrize(("level", "devices"), quick(PLACES, [("os", 4), ("p_g_os", 8)]))
+@pytest.mark.parametrize(("level", "devices"), quick(PLACES, [("os", 4)]))
 def test_any_level_and_mesh_to_any_other(folders, level, devices):
     run = Training(level, devices)
     held = saved_locally(folders, run, 1, 2)
     after = run.train(2, 3)
-    for target in [("dp", 1), ("os", 2), ("os_g", 3), ("p_g_os", 5), (level, devices)]:
+    for target in [("dp", 1), ("p_g_os", 3), (level, devices)]:
         other = Training(*target)
         restored = opened(folders).restore(like=other.state)
         assert (restored.step, restored.data_state, restored.metadata) == (2, {"at": 2}, {"m": 2})
@@ -195,35 +196,48 @@ def test_a_flipped_bit_is_seen_and_an_older_step_restored(folders):
     saved_locally(folders, run, 3)
     step, draw = folders["local"] / "0" / "3", random.Random(0)
     shards = sorted(read_index(step).shards.values(), key=lambda x: x.offset)
-    flips = [(step / "shards.json", 1 + 40 * i) for i in range(6)]
+    checkpointer = opened(folders)
     for x in draw.sample(shards, 12):
-        flips.append((step / SHARDS, x.offset + draw.randrange(x.view().nbytes)))
-    for file, at in flips:
-        before = file.read_bytes()
-        file.write_bytes(
-            before[:at] + bytes([before[at] ^ 1 << draw.randrange(8)]) + before[at + 1 :]
-        )
-        with pytest.warns(gshard.GShardWarning, match=r"(?s)step 3 in .*local is incomplete"):
-            assert opened(folders).restore(like=run.state).step == 2
-        with pytest.raises(gshard.DamagedCheckpointError, match="are on no machine"):
-            opened(folders).restore(3, like=run.state)
-        file.write_bytes(before)
-    assert opened(folders).restore(like=run.state).step == 3
+        with flipped(step / SHARDS, x.offset + draw.randrange(x.view().nbytes)):
+            with pytest.warns(gshard.GShardWarning, match="(?s)step 3 in .*local is incomplete"):
+                assert checkpointer.restore(like=run.state).step == 2
+            with pytest.raises(gshard.DamagedCheckpointError, match="are on no machine"):
+                checkpointer.restore(3, like=run.state)
+    for i in range(6):
+        with flipped(step / INDEX, 1 + 40 * i):
+            with pytest.warns(gshard.GShardWarning, match="step 3 in .* no part of it can be read"):
+                assert opened(folders).latest_step() == 2
+            with pytest.warns(gshard.GShardWarning, match="(?s)step 3 in .*local is incomplete"):
+                assert checkpointer.restore(like=run.state).step == 2
+    assert checkpointer.restore(like=run.state).step == 3
+
+
+@contextlib.contextmanager
+def flipped(file, at):
+    """A file with one bit that is another."""
+    before = file.read_bytes()
+    file.write_bytes(before[:at] + bytes([before[at] ^ 1 << at % 8]) + before[at + 1 :])
+    yield
+    file.write_bytes(before)
 
 
 def test_steps_of_two_saves_are_never_mixed(folders):
     """As if one machine kept what it had before a restart, and another has written it again."""
     run = Training("os", 2)
     saved_locally(folders, run, 1)
+    checkpointer = opened(folders)
     step, other = folders["local"] / "0" / "1", folders["local"] / "1" / "1"
     shutil.copytree(step, other)
     line = (other / INDEX).read_bytes().splitlines()[0].replace(b'"token": "', b'"token": "other')
     (other / INDEX).write_bytes(line + b"\n%08x\n" % crc32(line))
+    with pytest.warns(gshard.GShardWarning, match="not restored: its parts are of several saves"):
+        assert opened(folders).latest_step() is None
     with pytest.raises(gshard.DamagedCheckpointError, match="are of several saves"):
-        opened(folders).restore(like=run.state)
-    saved_locally(folders, run, 2)  # removes the folder of a process that is no more
+        checkpointer.restore(like=run.state)
+    checkpointer.save(2, run.state)  # removes the folder of a process that is no more
+    checkpointer.wait()
     assert not other.parent.exists()
-    assert opened(folders).restore(like=run.state).step == 2
+    assert checkpointer.restore(like=run.state).step == 2
 
 
 def test_a_full_local_folder_is_a_warning(folders, tmp_path):
@@ -283,13 +297,14 @@ def test_processes_of_several_machines(tmp_path):
         assert found["replica"].tolist() == [2, 1]
         # Shards that no other machine has: back to the directory.
         assert found["sharded"].tolist() == [1, 0]
-        assert "are on no machine" in found["sharded said"].tolist()[0]
+        assert "no machine has all of params/" in found["sharded said"].tolist()[0]
+        assert "are on no machine" in found["sharded said"].tolist()[1]
+        assert "(process 0), Checkpointer(every=" in found["rhythm"].tolist()[0]
         # Each process of one machine: together they hold an array once, and read it all.
         assert found["together"].tolist() == [2, 1]
         assert "is one folder of several machines" in found["shared"].tolist()[0]
-    assert first["bytes"].tolist() == second["bytes"].tolist()
-    whole, both = first["bytes"].tolist()
-    assert whole <= both < 1.25 * whole  # with the parameters twice it is 1.5
+        parts, kept, different = found["kept"].tolist()
+        assert parts == 2 and kept == different
 
 
 SAVES = """
@@ -310,7 +325,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kills", quick([50, 3], [3]))
+@pytest.mark.parametrize("kills", quick([50, 2], [2]))
 def test_killed_at_any_moment_it_goes_on_from_a_complete_step(tmp_path, kills):
     """Its losses are those of a run that never stopped, and it loses two steps at most."""
     draw, losses = random.Random(2), Training("p_g_os", 2).train(*range(30))
@@ -338,7 +353,7 @@ def test_killed_at_any_moment_it_goes_on_from_a_complete_step(tmp_path, kills):
             if int(step) < len(losses) and loss.strip():
                 np.testing.assert_allclose(float(loss), losses[int(step)], 2e-6)
             reached = int(step)
-    assert reached > 3 * kills - 3
+    assert reached > 2 * kills
 
 
 def test_a_save_on_the_machine_costs_what_its_shards_have(tmp_path):
