@@ -15,12 +15,14 @@ import yaml
 import gshard
 from gshard.distributed.launch.cli import request
 from tests.hosts import NoHostsError, two_hosts, until
-from tests.processes import FAST_COMPILATION
+from tests.processes import FAST_COMPILATION, clean_environment
 
 ROOT = Path(__file__).parents[1]
 SLURM = ROOT / "examples" / "cluster" / "slurm.sh"
+RAY = ROOT / "examples" / "cluster" / "ray_train.py"
 KUBERNETES = ROOT / "examples" / "cluster" / "kubernetes.yaml"
 JOB_ID, MANY, LIMIT = 4711, 100_000, 240
+DEVICES = "--xla_force_host_platform_device_count=2"
 
 
 # ---- Kubernetes ----------------------------------------------------------------------------------
@@ -214,3 +216,39 @@ def test_srun_alone(cluster):
     script, log = start("srun", sys.executable, "examples/train.py", "--steps", 10)
     assert script.wait(LIMIT) == 0, log.read_text()
     assert "from step 0, 2 devices, 2 processes" in log.read_text()
+
+
+# ---- Ray -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ray_starts_the_workers_again_when_one_is_killed(tmp_path):
+    """Its losses are those of a run that nobody killed."""
+    pytest.importorskip("ray.train.v2.jax")
+    script, said = ROOT / "examples" / "train.py", {}
+    for name, kills in (("undisturbed", False), ("killed", True)):
+        output, log = tmp_path / name, tmp_path / f"{name}.log"
+        words = [RAY, "--workers", "2", script, "--steps", "80", "--save_every", "10"]
+        with log.open("w") as file:
+            job = subprocess.Popen(
+                [sys.executable, *words, "--pause", "0.1", "--output", output],
+                env=clean_environment() | {"XLA_FLAGS": f"{DEVICES} {FAST_COMPILATION}"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=tmp_path,
+            )
+        try:
+            if kills:
+                until("saved", (output / "20").exists, LIMIT)
+                (worker,) = re.findall(r"pid=(\d+)\) world_rank=1", log.read_text())
+                os.kill(int(worker), signal.SIGKILL)
+            assert job.wait(LIMIT) == 0, log.read_text()
+        finally:
+            job.kill()
+            job.wait()
+        said[name] = log.read_text()
+        assert gshard.Checkpointer(output).latest_step() == 80
+    starts = re.findall(r"from step (\d+), 4 devices, 2 processes", said["killed"])
+    assert len({*starts}) == 2 and max(map(int, starts)) >= 20, starts
+    ends = [{*re.findall(r"done: loss ([\d.]+)", text)} for text in said.values()]
+    assert ends[0] == ends[1] and len(ends[0]) == 1
