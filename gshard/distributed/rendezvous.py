@@ -11,21 +11,19 @@ import contextlib
 import errno
 import ipaddress
 import json
-import selectors
 import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from gshard._util.errors import CallOrderError, GShardError, some, warn
 from gshard._util.open_files import allow_open_files
 from gshard._util.validation import shown
+from gshard.distributed.line_server import LONGEST, SILENCE, LineServer, Peer
 
 LOOPBACK = "127.0.0.1"
-_LONGEST = 1024  # bytes of a line; a longer one comes from another program
-_RETRY, _SILENCE, _REMIND = 0.2, 5.0, 10.0  # seconds
+_RETRY, _REMIND = 0.2, 10.0  # seconds
 _OTHER_FILES = 256  # that process 0 may open besides its connections
 BACKLOG = 2**15  # connections that may wait to be accepted; systems have a lower limit
 
@@ -50,7 +48,7 @@ def meet(
 
     Returns what `tell` returned on process 0, a short JSON object.
     """
-    reminder = _Reminder(timeout)
+    reminder = Reminder(timeout)
     if rank == 0:
         roll_call = _RollCall(at, processes, reminder, port_is_reserved)
         told = tell()
@@ -59,7 +57,7 @@ def meet(
     return _report(at, processes, rank, reminder)
 
 
-class _Reminder:
+class Reminder:
     """A deadline; prints every ten seconds what this process waits for until then."""
 
     def __init__(self, timeout: float):
@@ -72,28 +70,16 @@ class _Reminder:
         return self._end - time.monotonic()
 
     def remind(self, what: Callable[[], str]) -> None:
+        """Prints what is waited for, if it is time to."""
         if self.timeout - self.left >= self._next:
             self._next += _REMIND
             print(f"gshard: {what()} ({max(0, self.left):.0f} s left)", file=sys.stderr, flush=True)
 
 
-@dataclass(eq=False)
-class _Peer:
-    """A connection; its rank is known once it has sent a valid line."""
+class _RollCall(LineServer):
+    """Process 0 collects the other processes, and answers all of them at once."""
 
-    connection: socket.socket
-    since: float
-    received: bytes = b""
-    rank: int | None = None
-
-
-class _RollCall:
-    """Process 0 collects the other processes, and answers all of them at once.
-
-    Nothing that it does for one connection takes longer the more of them there are.
-    """
-
-    def __init__(self, at: Address, processes: int, reminder: _Reminder, port_is_reserved: bool):
+    def __init__(self, at: Address, processes: int, reminder: Reminder, port_is_reserved: bool):
         self._at, self._processes, self._reminder = at, processes, reminder
         # Later JAX's coordinator and the watchdog's server each keep a connection to every process.
         needed = 2 * processes + _OTHER_FILES
@@ -103,17 +89,12 @@ class _RollCall:
                 f"Process 0 of {processes} processes may open {self._limit} files, and needs about "
                 f"{needed}, for two connections to each. Raise the hard limit (`ulimit -Hn`)."
             )
-        self._listener = listen(at, reserved=port_is_reserved)
-        self._listener.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._silent: dict[_Peer, None] = {}  # have not sent their line; the oldest first
-        self._arrived: set[_Peer] = set()
+        super().__init__(listen(at, reserved=port_is_reserved))
         self._ranks = {0}
 
     def run(self, tell: dict[str, Any]) -> None:
         try:
-            while len(self._arrived) < self._processes - 1:
+            while len(self.peers) < self._processes - 1:
                 if self._reminder.left <= 0:
                     error = (
                         f"not all of {self._processes} processes reached {self._at} within "
@@ -121,82 +102,37 @@ class _RollCall:
                         "that are missing, and check that their machines can reach this address."
                     )
                     self._fail(NotArrivedError(error))
-                self._receive(min(self._reminder.left, _RETRY))
-                now = time.monotonic()
-                while self._silent and now - (peer := next(iter(self._silent))).since > _SILENCE:
-                    self._drop(peer)  # the silent must not keep others out
+                self.receive(min(self._reminder.left, _RETRY))
                 self._reminder.remind(lambda: f"process 0 waits at {self._at}: {self._state()}")
             self._answer({"go": tell})
         finally:
-            peers = (*self._silent, *self._arrived)
-            for connection in (self._listener, *(peer.connection for peer in peers)):
-                connection.close()
-            self._selector.close()
+            self.close()
 
     def _state(self) -> str:
         missing = sorted({*range(self._processes)} - self._ranks)
         return f"arrived: {some(sorted(self._ranks), 16)}; missing: {some(missing, 16)}"
 
-    def _receive(self, seconds: float) -> None:
-        for key, _ in self._selector.select(seconds):
-            if key.data is not None:
-                self._read(key.data)
-                continue
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:  # it has left again, or
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    self._make_room(error)
-                continue
-            connection.setblocking(False)
-            peer = _Peer(connection, time.monotonic())
-            self._silent[peer] = None
-            self._selector.register(connection, selectors.EVENT_READ, peer)
-
-    def _make_room(self, error: OSError) -> None:
-        """Drops a connection when no more can be opened; raises if all are of this job."""
-        if self._silent:
-            self._drop(next(iter(self._silent)))
-            return
+    def no_room(self, error: OSError) -> None:
         fault = (
             f"process 0 cannot open a connection to each of {self._processes} processes: "
-            f"{error.strerror} (EMFILE), with {len(self._arrived)} connected and a limit of "
+            f"{error.strerror} (EMFILE), with {len(self.peers)} connected and a limit of "
             f"{self._limit}. Raise the hard limit of its machine (`ulimit -Hn`)."
         )
         self._fail(GShardError(fault))
 
-    def _read(self, peer: _Peer) -> None:
-        if peer.connection.fileno() < 0:  # dropped to make room, since the selector returned it
+    def dropped(self, peer: Peer) -> None:
+        self._ranks.discard(peer.who)
+
+    def take(self, peer: Peer, line: bytes) -> None:
+        if peer.who is not None:  # it has nothing more to say
             return
-        more = b""
-        with contextlib.suppress(OSError):
-            more = peer.connection.recv(_LONGEST)
-        if not more:
-            self._drop(peer)
-        elif peer.rank is None:  # else it has nothing more to say
-            peer.received += more
-            line, end, _ = peer.received.partition(b"\n")
-            if len(line) > _LONGEST:
-                self._drop(peer)
-            elif end:
-                self._admit(peer, line)
-
-    def _drop(self, peer: _Peer) -> None:
-        self._selector.unregister(peer.connection)
-        self._silent.pop(peer, None)
-        if peer in self._arrived:
-            self._arrived.remove(peer)
-            self._ranks.discard(peer.rank or 0)
-        peer.connection.close()
-
-    def _admit(self, peer: _Peer, line: bytes) -> None:
         try:
             message = json.loads(line)
             rank, processes = message["gshard_rank"], message["of"]
         except (ValueError, TypeError, KeyError, RecursionError):
             rank = processes = None
         if type(rank) is not int or type(processes) is not int or not 0 < rank < processes:
-            self._drop(peer)  # another program
+            self.drop(peer)  # another program
             return
         fault = ""
         if processes != self._processes:
@@ -209,9 +145,7 @@ class _RollCall:
                 f"two processes say that they are rank {rank} of {processes}. Give every process a "
                 "rank of its own."
             )
-        peer.rank = rank
-        del self._silent[peer]
-        self._arrived.add(peer)
+        self.admit(peer, rank)
         self._ranks.add(rank)
         if fault:
             self._fail(GShardError(fault))
@@ -223,16 +157,16 @@ class _RollCall:
     def _answer(self, answer: dict) -> None:
         """Answers, and waits for the others to close: who closes first blocks its port a minute."""
         line = json.dumps(answer).encode() + b"\n"
-        for peer in self._arrived:
+        for peer in self.peers:
             with contextlib.suppress(OSError):  # it has left: JAX's own heartbeat will say so
                 peer.connection.sendall(line)
-        self._selector.unregister(self._listener)
+        self.stop_listening()
         end = time.monotonic() + 1
-        while self._arrived and time.monotonic() < end:
-            self._receive(0.05)
+        while self.peers and time.monotonic() < end:
+            self.receive(0.05)
 
 
-def _report(at: Address, processes: int, rank: int, reminder: _Reminder) -> dict[str, Any]:
+def _report(at: Address, processes: int, rank: int, reminder: Reminder) -> dict[str, Any]:
     line = json.dumps({"gshard_rank": rank, "of": processes}).encode() + b"\n"
     reason = "nobody answered"
 
@@ -243,7 +177,7 @@ def _report(at: Address, processes: int, rank: int, reminder: _Reminder) -> dict
         reminder.remind(waiting)
         answer = None
         try:
-            with socket.create_connection(at, min(left, _SILENCE)) as connection:
+            with socket.create_connection(at, min(left, SILENCE)) as connection:
                 connection.sendall(line)
                 answer = _read_answer(connection, reminder, f"process {rank} is at {at} and waits")
             reason = "it closed the connection, so something else than gshard listens there"
@@ -263,19 +197,19 @@ def _report(at: Address, processes: int, rank: int, reminder: _Reminder) -> dict
     )
 
 
-def _read_answer(connection: socket.socket, reminder: _Reminder, state: str) -> dict | None:
+def _read_answer(connection: socket.socket, reminder: Reminder, state: str) -> dict | None:
     """Returns process 0's answer; None if it left before, or is another program."""
     received = b""
     connection.settimeout(1.0)
     while b"\n" not in received:
         try:
-            more = connection.recv(_LONGEST * 8)
+            more = connection.recv(LONGEST * 8)
         except TimeoutError:
-            if reminder.left < -_SILENCE:  # process 0's own deadline comes first
+            if reminder.left < -SILENCE:  # process 0's own deadline comes first
                 return None
             reminder.remind(lambda: f"{state} for the others")
             continue
-        if not more or len(received) > 64 * _LONGEST:
+        if not more or len(received) > 64 * LONGEST:
             return None
         received += more
     with contextlib.suppress(ValueError):
