@@ -25,6 +25,7 @@ START_TIMEOUT = "GSHARD_START_TIMEOUT"
 AGREEMENT_TIMEOUT = "GSHARD_AGREEMENT_TIMEOUT"
 HANG_TIMEOUT = "GSHARD_HANG_TIMEOUT"
 RESTARTS = "GSHARD_RESTARTS"
+MACHINES = "GSHARD_NNODES"  # of an elastic job, such as "3 of 2:4"
 PORT_IS_KEPT = "GSHARD_PORT_IS_KEPT"
 GRACE = "GSHARD_GRACE"
 
@@ -156,3 +157,12 @@ def device_shares(
         )
     variable = next((name for name in _VISIBLE if name in os.environ), _VISIBLE[0])
     return [{variable: ",".join(gpus[i * each : (i + 1) * each])} for i in range(processes)]
+
+
+def devices_of(shares: Sequence[dict[str, str]]) -> int:
+    """The number of devices of these variables; one for each process where they do not say."""
+    found = 0
+    for share in shares:
+        gpus = [value for name, value in share.items() if name in _VISIBLE]
+        found += len(gpus[0].split(",")) if gpus else int(share.get("JAX_NUM_CPU_DEVICES", 1))
+    return found

@@ -108,9 +108,22 @@ class LineServer(ABC):
             self.peers.remove(peer)
             self.dropped(peer)
 
-    def stop_listening(self) -> None:
-        """Lets nobody else in."""
+    def tell(self, line: bytes, *peers: Peer) -> None:
+        """Sends a line to some, or to all that have said who they are."""
+        for peer in peers or [*self.peers]:
+            with contextlib.suppress(OSError):  # it has left, as the next read says
+                peer.connection.sendall(line)
+
+    def answer(self, line: bytes) -> None:
+        """Sends a last line, and waits for all to close: who closes first blocks its port a minute.
+
+        Nobody else is let in.
+        """
+        self.tell(line)
         self._selector.unregister(self._listener)
+        end = time.monotonic() + 1
+        while self.peers and time.monotonic() < end:
+            self.receive(0.05)
 
     def close(self) -> None:
         """Closes the listener and all connections."""

@@ -11,16 +11,18 @@ import contextlib
 import errno
 import ipaddress
 import json
+import math
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from gshard._util.errors import CallOrderError, GShardError, some, warn
 from gshard._util.open_files import allow_open_files
 from gshard._util.validation import shown
 from gshard.distributed.line_server import LONGEST, SILENCE, LineServer, Peer
+from gshard.distributed.messages import line_of
 
 LOOPBACK = "127.0.0.1"
 _RETRY, _REMIND = 0.2, 10.0  # seconds
@@ -58,22 +60,29 @@ def meet(
 
 
 class Reminder:
-    """A deadline; prints every ten seconds what this process waits for until then."""
+    """A deadline; says every ten seconds what this process waits for until then.
 
-    def __init__(self, timeout: float):
-        self.timeout, self._next = timeout, _REMIND
+    Once there are `signals`, no time is left.
+    """
+
+    def __init__(self, timeout: float, signals: Sequence[int] = ()):
+        self.timeout, self._next, self._signals = timeout, _REMIND, signals
         self._end = time.monotonic() + timeout
 
     @property
     def left(self) -> float:
         """Seconds until the deadline."""
-        return self._end - time.monotonic()
+        return -math.inf if self._signals else self._end - time.monotonic()
 
-    def remind(self, what: Callable[[], str]) -> None:
-        """Prints what is waited for, if it is time to."""
+    def remind(self, what: Callable[[], str], say: Callable[[str], object] | None = None) -> None:
+        """Says what is waited for, if it is time to."""
         if self.timeout - self.left >= self._next:
             self._next += _REMIND
-            print(f"gshard: {what()} ({max(0, self.left):.0f} s left)", file=sys.stderr, flush=True)
+            (say or _say)(f"{what()} ({max(0, self.left):.0f} s left)")
+
+
+def _say(text: str) -> None:
+    print(f"gshard: {text}", file=sys.stderr, flush=True)
 
 
 class _RollCall(LineServer):
@@ -104,7 +113,7 @@ class _RollCall(LineServer):
                     self._fail(NotArrivedError(error))
                 self.receive(min(self._reminder.left, _RETRY))
                 self._reminder.remind(lambda: f"process 0 waits at {self._at}: {self._state()}")
-            self._answer({"go": tell})
+            self.answer(line_of({"go": tell}))
         finally:
             self.close()
 
@@ -151,54 +160,62 @@ class _RollCall(LineServer):
             self._fail(GShardError(fault))
 
     def _fail(self, error: GShardError) -> NoReturn:
-        self._answer({"error": str(error), "late": isinstance(error, NotArrivedError)})
+        answer = {"error": str(error), "late": isinstance(error, NotArrivedError)}
+        self.answer(line_of(answer))
         raise error
-
-    def _answer(self, answer: dict) -> None:
-        """Answers, and waits for the others to close: who closes first blocks its port a minute."""
-        line = json.dumps(answer).encode() + b"\n"
-        for peer in self.peers:
-            with contextlib.suppress(OSError):  # it has left: JAX's own heartbeat will say so
-                peer.connection.sendall(line)
-        self.stop_listening()
-        end = time.monotonic() + 1
-        while self.peers and time.monotonic() < end:
-            self.receive(0.05)
 
 
 def _report(at: Address, processes: int, rank: int, reminder: Reminder) -> dict[str, Any]:
-    line = json.dumps({"gshard_rank": rank, "of": processes}).encode() + b"\n"
+    line = line_of({"gshard_rank": rank, "of": processes})
+    connection, answer, _ = ask(at, line, reminder, f"process {rank} of {processes}")
+    connection.close()
+    return answer
+
+
+def ask(
+    at: Address, line: bytes, reminder: Reminder, who: str, whom: str = "process 0"
+) -> tuple[socket.socket, dict[str, Any], bytes]:
+    """Sends a line to a `LineServer`, again and again until somebody answers or time is up.
+
+    Returns the connection, the answer (`"go"`), and what came after it.
+
+    Raises:
+      NotArrivedError: nobody answered in time, or the answer says so of others.
+      GShardError: the answer is an error.
+    """
     reason = "nobody answered"
 
     def waiting() -> str:
-        return f"process {rank} of {processes} waits for process 0 at {at}: {reason}"
+        return f"{who} waits for {whom} at {at}: {reason}"
 
     while (left := reminder.left) > 0:
         reminder.remind(waiting)
-        answer = None
         try:
-            with socket.create_connection(at, min(left, SILENCE)) as connection:
+            connection = socket.create_connection(at, min(left, SILENCE))
+            with contextlib.ExitStack() as unless_answered:
+                unless_answered.enter_context(connection)
                 connection.sendall(line)
-                answer = _read_answer(connection, reminder, f"process {rank} is at {at} and waits")
+                answer, rest = _read_answer(connection, reminder, f"{who} is at {at} and waits")
+                if "go" in answer:
+                    unless_answered.pop_all()
+                    return connection, answer["go"], rest
+            if "error" in answer:
+                raise (NotArrivedError if answer.get("late") else GShardError)(answer["error"])
             reason = "it closed the connection, so something else than gshard listens there"
         except OSError as error:
             reason = error.strerror or str(error)
-        if answer is None:
-            time.sleep(min(_RETRY, max(0.0, reminder.left)))
-        elif "error" in answer:
-            raise (NotArrivedError if answer.get("late") else GShardError)(answer["error"])
-        else:
-            return answer["go"]
+        time.sleep(min(_RETRY, max(0.0, reminder.left)))
     raise NotArrivedError(
-        f"process {rank} of {processes} did not reach process 0 at {at} within "
-        f"{reminder.timeout:g} s: {reason}. Check that process 0 has started (its log says why, if "
-        "not), that the address is that of its machine, and that the port is open between the "
-        "machines."
+        f"{who} did not reach {whom} at {at} within {reminder.timeout:g} s: {reason}. Check that "
+        f"{whom} has started (its log says why, if not), that the address is that of its machine, "
+        "and that the port is open between the machines."
     )
 
 
-def _read_answer(connection: socket.socket, reminder: Reminder, state: str) -> dict | None:
-    """Returns process 0's answer; None if it left before, or is another program."""
+def _read_answer(
+    connection: socket.socket, reminder: Reminder, state: str
+) -> tuple[dict[str, Any], bytes]:
+    """Returns the answer, and what came after it; no answer of one that left, or of a stranger."""
     received = b""
     connection.settimeout(1.0)
     while b"\n" not in received:
@@ -206,17 +223,18 @@ def _read_answer(connection: socket.socket, reminder: Reminder, state: str) -> d
             more = connection.recv(LONGEST * 8)
         except TimeoutError:
             if reminder.left < -SILENCE:  # process 0's own deadline comes first
-                return None
+                return {}, b""
             reminder.remind(lambda: f"{state} for the others")
             continue
         if not more or len(received) > 64 * LONGEST:
-            return None
+            return {}, b""
         received += more
+    line, _, rest = received.partition(b"\n")
     with contextlib.suppress(ValueError):
-        answer = json.loads(received)
+        answer = json.loads(line)
         if isinstance(answer, dict) and ("error" in answer or isinstance(answer.get("go"), dict)):
-            return answer
-    return None
+            return answer, rest
+    return {}, b""
 
 
 # ---- addresses and ports -------------------------------------------------------------------------

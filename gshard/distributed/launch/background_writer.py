@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 _MOST = 2**22  # characters that wait for the reader; more is dropped
@@ -125,6 +125,13 @@ def background_output(signals: Sequence[int]) -> Iterator[None]:
     finally:
         drain_output(signals, _PATIENCE_AT_END)
         sys.stdout, sys.stderr = before
+
+
+def say(text: str) -> None:
+    """Prints what the launcher itself says, after the output of the processes so far."""
+    drain_output()
+    with suppress(OSError, ValueError):  # nobody reads any more
+        print(text, file=sys.stderr, flush=True)
 
 
 def drain_output(signals: Sequence[int] = (), patience: float = _PATIENCE) -> None:

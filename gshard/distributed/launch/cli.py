@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
-import sys
 import time
 from pathlib import Path
-from signal import SIGTERM, Signals
 
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import check_integer, with_known_spelling
-from gshard.distributed.env_vars import chosen_gpus, device_shares, visible_gpus
-from gshard.distributed.exit import PREEMPTED_EXIT_CODE
+from gshard.distributed.env_vars import chosen_gpus, device_shares, devices_of, visible_gpus
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
-from gshard.distributed.launch.background_writer import background_output, drain_output
+from gshard.distributed.launch.background_writer import background_output, say
 from gshard.distributed.launch.compilation_cache import OFF, VARIABLE
+from gshard.distributed.launch.elastic import JOIN_TIMEOUT, MAX_RESTARTS, run_elastic
 from gshard.distributed.launch.event_log import EventLog
-from gshard.distributed.launch.exit_status import first_cause, report
-from gshard.distributed.launch.job import Outcome, Request, collected_signals, run_job
+from gshard.distributed.launch.exit_status import report
+from gshard.distributed.launch.job import Request, collected_signals, run_job
 from gshard.distributed.launch.restarts import Failure, Restarts
+from gshard.distributed.machines import Machines, check_batch_size, parse_machines
 from gshard.distributed.rendezvous import Address, address, is_loopback, resolved
 from gshard.distributed.watchdog import HANG_TIMEOUT
 
@@ -30,6 +30,8 @@ _EXAMPLES = """examples:
       one process for each of four GPUs
   gshard launch --nnodes 2 --rank 0 --master 10.0.0.1:29500 train.py
       the first of two machines; the same with --rank 1 on the second
+  gshard launch --nnodes 2:4 --master 10.0.0.1:29500 train.py
+      on each of up to four machines: an elastic job, which goes on with those that are left
 exit code:
   that of the first process to fail (128 + the signal that killed it); 75 when the job was told to
   stop (SIGTERM) and all processes did so in order; 130 after Ctrl-C
@@ -45,74 +47,50 @@ def main(words: list[str]) -> int:
         with collected_signals() as signals, background_output(signals):
             return _run(request(words), signals)
     except GShardError as error:
-        _say(f"error: {error}")
+        say(f"error: {error}")
         return 2
 
 
 def _run(asked: Request, signals: list[int]) -> int:
+    if asked.elastic is not None and isinstance(asked.master, Address):
+        return run_elastic(asked, asked.master, signals)
     began, count, restarts = time.monotonic(), 0, Restarts(asked.max_restarts)
     events = EventLog(asked.log_dir, asked.rank or 0, asked.log_size * 2**20)
     try:
         while (outcome := run_job(asked, count, signals, events)).failed:
-            _say(report(outcome.ends, outcome.memory_kills, f"{asked.log_dir}/rank-*.log"))
+            say(report(outcome.ends, outcome.memory_kills, f"{asked.log_dir}/rank-*.log"))
             if signals or not asked.max_restarts:
                 break
             decision = restarts.after(Failure.of(outcome.ends))
             if not decision.again:
-                _say(f"gshard: not starting again: {decision.why}")
+                say(f"gshard: not starting again: {decision.why}")
                 events.write("give_up", why=decision.why)
                 break
             count += 1
             after = f"in {decision.seconds:.0f} s ({decision.why})"
-            _say(f"gshard: starting all processes again {after}")
+            say(f"gshard: starting all processes again {after}")
             events.write("restart", seconds=decision.seconds, why=decision.why)
             until = time.monotonic() + decision.seconds
             while time.monotonic() < until and not signals:
                 time.sleep(0.05)
-        code = _exit_code(outcome)
+        code, said = outcome.summary
+        if said:
+            say(said)
         events.write("exit", seconds=time.monotonic() - began, code=code)
     finally:
         events.close()
     return code
 
 
-def _exit_code(outcome: Outcome) -> int:
-    codes = {end.code for end in outcome.ends}
-    if codes == {0}:
-        return 0
-    if codes and codes <= {0, PREEMPTED_EXIT_CODE}:
-        _say("gshard: the job was told to stop, and all processes did so in order")
-        return PREEMPTED_EXIT_CODE
-    if outcome.signal is not None and not outcome.failed:
-        said = f"gshard: the job was ended by {Signals(outcome.signal).name}"
-        if late := [end.rank for end in outcome.ends if end.asked]:
-            said += f"; ranks {late} had not stopped and were killed"
-            if outcome.signal == SIGTERM:
-                said += ". A script stops in order by gshard.distributed.until_preempted"
-        _say(said)
-        return 128 + outcome.signal
-    code = first_cause(outcome.ends).code or 1  # a failure, though one ended it with the code 0
-    return code if code > 0 else 128 - code
-
-
-def _say(text: str) -> None:
-    drain_output()  # of the processes, which it follows
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # nobody reads any more
-        pass
-
-
 # ---- the command line ----------------------------------------------------------------------------
 
 # name: default, least, unit in messages, metavar, help
 _INTEGERS = {
-    "nnodes": (1, 1, "", "N", "machines of the job (default 1)"),
     "log_size": (256, 1, " of megabytes", "MB", "a log that grows larger is renamed to rank-R.log.1"
                  ", in place of the one before (default 256)"),
-    "max_restarts": (0, 0, "", "N", "start all processes again when one has failed, at most so "
+    "max_restarts": (None, 0, "", "N", "start all processes again when one has failed, at most so "
                      "often in a row without progress, after 1, 2, 4, ... 60 seconds; not after "
-                     "the same error at the same step (default 0)"),
+                     "the same error at the same step (default 0; 3 in an elastic job)"),
     "grace": (30, 0, "", "SECONDS", "after SIGTERM, or when one has failed, the processes have so "
               "long to save (default 30)"),
     "heartbeat_timeout": (HEARTBEAT_TIMEOUT, 1, " of seconds", "SECONDS", "a silent process "
@@ -121,6 +99,11 @@ _INTEGERS = {
                       f"long to arrive (default {INITIALIZATION_TIMEOUT})"),
     "hang_timeout": (HANG_TIMEOUT, 0, " of seconds", "SECONDS", "a process may wait so long for "
                      f"the others, in a step or a call (default {HANG_TIMEOUT}; 0: no limit)"),
+    "join_timeout": (None, 0, " of seconds", "SECONDS", "an elastic job waits so long for more "
+                     f"machines once MIN are there, when it starts (default {JOIN_TIMEOUT})"),
+    "batch_size": (None, 1, " of examples of the global batch", "N", "an elastic job keeps to "
+                   "numbers of machines whose devices divide so many examples, the script's global "
+                   "batch (default: any number)"),
 }  # fmt: skip
 
 
@@ -135,13 +118,14 @@ _UPSTREAM = {  # options of torchrun and of paddle.distributed.launch, and what 
         _NEEDLESS,
     ),
     **dict.fromkeys(
-        ("elastic_level", "elastic_timeout"), "Give --max_restarts to start again after a failure."
+        ("elastic_level", "elastic_timeout"),
+        "Give --nnodes MIN:MAX for an elastic job, or --max_restarts to start again after a "
+        "failure.",
     ),
 }
 
 
 _NUMBERS = {  # options for which upstream takes more than a number
-    "--nnodes": " A job has a fixed number of machines: give one number, not a range.",
     "--nproc_per_node": " Leave it out for one process per GPU.",
 }
 
@@ -160,9 +144,17 @@ def _parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--nproc_per_node", type=int, metavar="N", help="processes on this machine (default: "
         "one for each device of --devices, else for each visible GPU, else 1)")  # fmt: skip
-    add("--rank", type=int, metavar="R", help="this machine's number, from 0; with --nnodes")
-    add("--master", metavar="HOST:PORT", help="address of machine 0, where process 0 listens "
-        "(default on one machine: loopback and a free port)")  # fmt: skip
+    add("--nnodes", default="1", metavar="N|MIN:MAX", help="machines of the job (default 1); with "
+        "MIN:MAX the job is elastic: it runs with as many of MAX as are there, and starts again "
+        "with those that are left when one is lost")  # fmt: skip
+    add("--rank", type=int, metavar="R", help="this machine's number, from 0; with --nnodes. An "
+        "elastic job needs none")  # fmt: skip
+    add("--master", metavar="HOST:PORT", help="address of machine 0, where process 0 listens; in "
+        "an elastic job its launcher (default on one machine: loopback and a free "
+        "port)")  # fmt: skip
+    add("--join_every", type=float, metavar="MINUTES", help="stop the processes of an elastic job "
+        "in order (SIGTERM) and start them again when other machines have come, at most once in "
+        "so many minutes (default 0: they wait for the next failure)")  # fmt: skip
     add("--devices", "--gpus", "--selected_gpus", metavar="A,B", help="GPUs of this machine to "
         "use, split evenly between its processes (default: all visible)")  # fmt: skip
     add("--virtual_devices", type=int, metavar="N", help="virtual CPU devices of each process, "
@@ -211,12 +203,15 @@ def request(words: list[str]) -> Request:
     if not asked.module and not os.path.exists(asked.script):
         hint = " For a module say -m." if "." in asked.script and "/" not in asked.script else ""
         raise GShardError(f"there is no file {asked.script!r} here.{hint}")
-    for name, (_, least, unit, _, _) in _INTEGERS.items():
-        check_integer(f"--{name}", getattr(asked, name), least, unit)
+    for name, (default, least, unit, _, _) in _INTEGERS.items():
+        if (value := getattr(asked, name)) is not default:
+            check_integer(f"--{name}", value, least, unit)
+    _read_machines(asked)
     if asked.master is not None:
         asked.master = address(asked.master, "--master")
     _check_machines(asked)
-    asked.rank = asked.rank or 0
+    if asked.elastic is None:
+        asked.rank = asked.rank or 0
     if asked.virtual_devices is not None and asked.devices is not None:
         raise GShardError(
             f"--devices {asked.devices} names GPUs, and --virtual_devices "
@@ -228,27 +223,59 @@ def request(words: list[str]) -> Request:
         asked.nproc_per_node = 1 if on_cpu else max(1, len(devices or visible_gpus()))
     count = check_integer("--nproc_per_node", asked.nproc_per_node, 1)
     asked.variables = device_shares(count, devices, asked.virtual_devices, "--")
+    if asked.elastic is not None:
+        each = devices_of(asked.variables)
+        asked.elastic = asked.elastic._replace(devices=each, batch_size=asked.batch_size)
+        check_batch_size(asked.elastic)
     return asked
+
+
+def _read_machines(asked: Request) -> None:
+    """Reads `--nnodes`, and the options that only an elastic job has."""
+    found = parse_machines(str(asked.nnodes))
+    asked.elastic = found if isinstance(found, Machines) else None
+    asked.nnodes = found.most if isinstance(found, Machines) else found
+    if asked.elastic is None:
+        for name in ("join_timeout", "join_every", "batch_size"):
+            if (value := getattr(asked, name)) is not None:
+                raise GShardError(
+                    f"--{name} {value:g} is for an elastic job: give a range of machines, --nnodes "
+                    "MIN:MAX, or leave it out."
+                )
+    every = asked.join_every or 0.0
+    if not 0 <= every < math.inf:
+        raise GShardError(f"--join_every {every:g} must be a number of minutes, 0 for never.")
+    asked.join_every = every
+    if asked.max_restarts is None:
+        asked.max_restarts = 0 if asked.elastic is None else MAX_RESTARTS
+    if asked.join_timeout is None:
+        asked.join_timeout = JOIN_TIMEOUT
 
 
 def _check_machines(asked: Request) -> None:
     rank, machines, master = asked.rank, asked.nnodes, asked.master
-    if machines == 1:
+    if machines == 1 and asked.elastic is None:
         if rank not in (None, 0):
             raise GShardError(f"--rank {rank} needs --nnodes, the number of machines.")
         return
-    if rank is None or not isinstance(master, Address):
+    needs_rank = rank is None and asked.elastic is None
+    if needs_rank or not isinstance(master, Address):
         meanings = {
             "rank": "--rank, the number of this machine, from 0",
             "master": "--master, 'host:port' of machine 0, the same on all machines",
         }
+        if not needs_rank:
+            del meanings["rank"]
         missing = [text for name, text in meanings.items() if getattr(asked, name) is None]
-        raise GShardError(f"--nnodes {machines} also needs {', and '.join(missing)}.")
-    if not 0 <= rank < machines:
+        given = asked.elastic or machines
+        raise GShardError(f"--nnodes {given} also needs {', and '.join(missing)}.")
+    if rank is not None and not 0 <= rank < machines:
         raise GShardError(
-            f"--rank {rank} is no machine of --nnodes {machines}: they run from 0 to "
-            f"{machines - 1}."
+            f"--rank {rank} is no machine of --nnodes {asked.elastic or machines}: they run from 0 "
+            f"to {machines - 1}."
         )
+    if asked.elastic is not None and is_loopback(master.host):
+        return  # to try it out: all launchers are on this machine
     # Debian and Ubuntu write a machine's own name into its /etc/hosts as 127.0.1.1.
     found = master.host if rank else resolved(master.host)
     if is_loopback(found):

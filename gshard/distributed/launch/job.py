@@ -13,17 +13,19 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from gshard._util.cgroup import contents
 from gshard._util.errors import GShardError
 from gshard.distributed import env_vars
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.launch.compilation_cache import cache_variables
 from gshard.distributed.launch.event_log import EventLog, Status
-from gshard.distributed.launch.exit_status import End
+from gshard.distributed.launch.exit_status import End, first_cause
 from gshard.distributed.launch.log_file import Log
 from gshard.distributed.launch.output import Lines, Stream
 from gshard.distributed.launch.supervisor import Child, Supervisor
+from gshard.distributed.machines import Machines
 from gshard.distributed.rendezvous import LOOPBACK, Address, ReservedPort
 from gshard.distributed.unfinished import Work
 
@@ -37,7 +39,8 @@ class Request(argparse.Namespace):
     module: bool
     arguments: list[str]
     nproc_per_node: int | None
-    nnodes: int
+    nnodes: int  # in an elastic job the most, and in one start of it those that are there
+    elastic: Machines | None
     rank: int | None
     master: str | Address | None
     devices: str | None
@@ -50,6 +53,9 @@ class Request(argparse.Namespace):
     heartbeat_timeout: int
     start_timeout: int
     hang_timeout: int
+    join_timeout: int | None
+    join_every: float | None
+    batch_size: int | None
     variables: list[dict[str, str]]  # those that give each process of this machine its devices
 
     @property
@@ -58,11 +64,26 @@ class Request(argparse.Namespace):
         return self.nnodes * len(self.variables)
 
 
+class Orders(Protocol):
+    """What the other machines of an elastic job ask of this one while its processes run.
+
+    Attributes:
+      stop: whether the processes are to stop in order.
+      end: why they are to be ended; empty while they are not.
+    """
+
+    stop: bool
+    end: str
+
+    def poll(self) -> None:
+        """Learns what the other machines ask, without waiting."""
+
+
 class Outcome(NamedTuple):
     """The outcome of a job: how its processes ended, and what happened meanwhile."""
 
     ends: list[End]  # in the order of the ranks
-    signal: int | None  # that this program received
+    signal: int | None  # that the processes were sent
     memory_kills: int  # processes that the kernel killed for memory
 
     @property
@@ -71,20 +92,50 @@ class Outcome(NamedTuple):
         by_signal = () if self.signal is None else (128 + self.signal, -self.signal)
         return any(e.failed and e.code not in by_signal and not e.asked for e in self.ends)
 
+    @property
+    def summary(self) -> tuple[int, str]:
+        """The exit code of the launcher, and what it says at last; empty if there is no more."""
+        codes = {end.code for end in self.ends}
+        if codes == {0}:
+            return 0, ""
+        if codes and codes <= {0, PREEMPTED_EXIT_CODE}:
+            said = "gshard: the job was told to stop, and all processes did so in order"
+            return PREEMPTED_EXIT_CODE, said
+        if self.signal is not None and not self.failed:
+            said = f"gshard: the job was ended by {signal.Signals(self.signal).name}"
+            if late := [end.rank for end in self.ends if end.asked]:
+                said += f"; ranks {late} had not stopped and were killed"
+                if self.signal == signal.SIGTERM:
+                    said += ". A script stops in order by gshard.distributed.until_preempted"
+            return 128 + self.signal, said
+        code = first_cause(self.ends).code or 1  # a failure, though one ended it with the code 0
+        return code if code > 0 else 128 - code, ""
 
-def run_job(request: Request, restarts: int, signals: list[int], events: EventLog) -> Outcome:
+
+def run_job(
+    request: Request,
+    restarts: int,
+    signals: list[int],
+    events: EventLog,
+    orders: Orders | None = None,
+    port: ReservedPort | None = None,
+) -> Outcome:
     """Starts the processes and waits for all of them; if one fails, ends the others.
 
-    Of the `signals` that arrive meanwhile the first is passed on, and the second ends the wait.
+    Of the `signals` that arrive meanwhile the first is passed on, and the second ends the wait. In
+    an elastic job the other machines give `orders`, and machine 0 has reserved the `port`.
     """
     alone, kills = request.world_size == 1, _memory_kills()
-    events.write("start", processes=request.world_size, restarts=restarts)
+    size, machines = request.world_size, request.nnodes
+    events.write("start", processes=size, machines=machines, restarts=restarts)
     on_cpu = request.virtual_devices is not None
     cache = cache_variables(request.compilation_cache, request.log_dir, request.nnodes, on_cpu)
     master = request.master if isinstance(request.master, Address) else Address(LOOPBACK, 0)
-    port = None if alone or request.rank else ReservedPort(*master)
+    if port is None and not alone and not request.rank:
+        port = ReservedPort(*master)
     try:
-        supervisor = Supervisor(None if alone else request.heartbeat_timeout)
+        meanwhile = orders.poll if orders else lambda: None
+        supervisor = Supervisor(None if alone else request.heartbeat_timeout, meanwhile)
         status = tempfile.TemporaryDirectory(prefix="gshard-", ignore_cleanup_errors=True)
         try:
             for local in range(len(request.variables)):
@@ -93,10 +144,11 @@ def run_job(request: Request, restarts: int, signals: list[int], events: EventLo
                     supervisor.add(_start(request, local, restarts, *where, events, cache))
             while supervisor.running:
                 supervisor.tick()
-                if signals:
+                if signals or (orders and orders.stop):
                     _stop_in_order(supervisor, signals, request.grace)
-                elif supervisor.failed:
-                    supervisor.settle()
+                elif supervisor.failed or (orders and orders.end):
+                    if supervisor.failed:
+                        supervisor.settle()
                     supervisor.let_finish(request.grace)
                     supervisor.end_rest()
         finally:
@@ -110,7 +162,8 @@ def run_job(request: Request, restarts: int, signals: list[int], events: EventLo
         if port:
             port.release()
     ends = [supervisor.ends[child.rank] for child in supervisor.children]
-    return Outcome(ends, signals[0] if signals else None, _memory_kills() - kills)
+    sent = signals[0] if signals else signal.SIGTERM if orders and orders.stop else None
+    return Outcome(ends, sent, _memory_kills() - kills)
 
 
 def _start(
@@ -140,6 +193,8 @@ def _start(
         env_vars.GRACE: str(request.grace),
         env_vars.STATUS_FILE: str(status.path),
     }
+    if request.elastic is not None:
+        own[env_vars.MACHINES] = f"{request.nnodes} of {request.elastic}"
     variables = {**os.environ, **request.variables[local], **position, **own, **cache}
     command = ["module" if request.module else "file", request.script, *request.arguments]
     tag = f"[rank {rank}] " if request.world_size > 1 else ""
@@ -150,8 +205,8 @@ def _start(
 def _stop_in_order(supervisor: Supervisor, signals: list[int], grace: float) -> None:
     """Passes a signal on once; a second signal, or a process that fails, ends the wait."""
     deadline = time.monotonic() + grace
-    supervisor.send(signals[0])
-    while supervisor.running and time.monotonic() < deadline and len(signals) == 1:
+    supervisor.send(signals[0] if signals else signal.SIGTERM)
+    while supervisor.running and time.monotonic() < deadline and len(signals) < 2:
         supervisor.tick()
         if supervisor.failed:
             supervisor.settle()

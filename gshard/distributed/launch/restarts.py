@@ -41,9 +41,7 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, ends: Sequence[End]) -> Failure:
         """Returns the failure of a job whose processes ended so."""
-        first = first_cause(ends)
-        steps = max(-1 if x is None else x for x in (end.work.step for end in ends))
-        saved = max(-1 if x is None else x for x in (end.work.saved for end in ends))
+        first, (steps, saved) = first_cause(ends), furthest(ends)
         step = first.work.step
         if hang(ends) and steps >= 0:  # all end at once, and one may be a step ahead
             step = steps
@@ -54,6 +52,16 @@ class Failure(NamedTuple):
         """Where the process was, for messages."""
         known = "before a first step of make_train_step"
         return known if self.step is None else f"after step {self.step}"
+
+
+def furthest(ends: Sequence[End]) -> tuple[int, int]:
+    """The largest number of a step of any process, and of a checkpoint; -1 for none."""
+    numbers = [(end.work.step, end.work.saved) for end in ends]
+    steps, saved = zip(*numbers, strict=True) if numbers else ((), ())
+    return (
+        max((x for x in steps if x is not None), default=-1),
+        max((x for x in saved if x is not None), default=-1),
+    )
 
 
 def error_of(end: End) -> str:
@@ -88,12 +96,13 @@ class Restarts:
         self._last: Failure | None = None
         self._furthest = (-1, -1)
 
-    def after(self, failure: Failure) -> Decision:
-        """Decides after a failure."""
+    def after(self, failure: Failure, *, same_machines: bool = True) -> Decision:
+        """Decides after a failure; on other machines than before it is not the same again."""
         last, self._last = self._last, failure
         before, self._furthest = self._furthest, tuple(map(max, self._furthest, failure.furthest))
         progress = last is not None and self._furthest != before
-        if last is not None and failure.error and not progress and _same(failure, last):
+        repeated = last is not None and same_machines and _same(failure, last)
+        if repeated and failure.error and not progress:
             return Decision(
                 False,
                 0.0,

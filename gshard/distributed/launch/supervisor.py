@@ -71,9 +71,13 @@ class Supervisor:
     """The processes of a job on this machine, from their start to the end of the last.
 
     After `stop_limit` seconds a process that SIGSTOP has stopped is killed; never, if it is None.
+    `meanwhile` is called all the time, whatever is waited for.
     """
 
-    def __init__(self, stop_limit: float | None = None):
+    def __init__(
+        self, stop_limit: float | None = None, meanwhile: Callable[[], object] = lambda: None
+    ):
+        self._meanwhile = meanwhile
         self.children: list[Child] = []
         self.ends: dict[int, End] = {}
         self._guardian, self._selector = Guardian(), selectors.DefaultSelector()
@@ -104,6 +108,7 @@ class Supervisor:
             if not key.data():
                 self._selector.unregister(key.fileobj)
         self._note_ends()
+        self._meanwhile()
 
     def send(self, number: int) -> None:
         """Sends a signal to each process; it has no effect on those that have ended."""

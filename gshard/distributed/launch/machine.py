@@ -1,0 +1,99 @@
+"""What one machine does in a start of an elastic job, and what it then reports."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, NamedTuple
+
+from gshard.distributed.launch.background_writer import say
+from gshard.distributed.launch.event_log import EventLog
+from gshard.distributed.launch.exit_status import first_cause, report
+from gshard.distributed.launch.job import Orders, Outcome, Request, run_job
+from gshard.distributed.launch.restarts import Failure, furthest
+from gshard.distributed.rendezvous import Address, ReservedPort
+
+TICK = 0.05  # seconds between looks at what other machines say
+_LONGEST = 100  # characters of an error in a report, which is one short line
+
+
+class Start(NamedTuple):
+    """The place of a machine in one start of the job, as the coordinator tells it."""
+
+    restarts: int
+    machines: int
+    rank: int  # of the machine
+    host: str  # where process 0 listens
+    port: int
+
+
+class Report(NamedTuple):
+    """How a start ended on one machine, as it tells the coordinator.
+
+    Attributes:
+      code: the exit code of a launcher of these processes alone.
+      failed: whether a process failed by itself.
+      follows: whether it failed because of another machine.
+      leaves: whether the launcher was told to stop, and leaves the job.
+      failure: that of the first process to fail; without an error if none did.
+    """
+
+    code: int
+    failed: bool
+    follows: bool
+    leaves: bool
+    failure: Failure
+
+    @classmethod
+    def of(cls, outcome: Outcome, leaves: bool) -> Report:
+        """Returns what a machine reports."""
+        failure, follows = Failure(-1, "", None, furthest(outcome.ends)), True
+        if outcome.failed:
+            failure, follows = Failure.of(outcome.ends), first_cause(outcome.ends).follows
+        failure = failure._replace(error=failure.error[:_LONGEST])
+        return cls(outcome.summary[0], outcome.failed, follows, leaves, failure)
+
+    @classmethod
+    def read(cls, values: Any) -> Report:
+        """Returns a report that was sent as JSON."""
+        code, failed, follows, leaves, (rank, error, step, (steps, saved)) = values
+        return cls(code, failed, follows, leaves, Failure(rank, error, step, (steps, saved)))
+
+
+def run_start(
+    asked: Request,
+    start: Start,
+    signals: list[int],
+    events: EventLog,
+    orders: Orders,
+    port: ReservedPort | None = None,
+) -> tuple[Outcome, Report]:
+    """Runs this machine's processes once."""
+    place = {"nnodes": start.machines, "rank": start.rank}
+    request = Request(**{**vars(asked), **place, "master": Address(start.host, start.port)})
+    outcome = run_job(request, start.restarts, signals, events, orders, port)
+    if outcome.failed:
+        say(report(outcome.ends, outcome.memory_kills, f"{asked.log_dir}/rank-*.log"))
+    elif orders.end:
+        say(f"gshard: the processes of this machine were ended: {orders.end}")
+    return outcome, Report.of(outcome, leaves=bool(signals))
+
+
+def form(asked: Request) -> str:
+    """The options that must be the same on all machines."""
+    words = f"--nnodes {asked.elastic} --nproc_per_node {len(asked.variables)}"
+    return words if asked.batch_size is None else f"{words} --batch_size {asked.batch_size}"
+
+
+def notice_loss(connection: socket.socket, seconds: int) -> None:
+    """Lets the kernel end a connection to a machine that has been silent for so long."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    every = max(1, seconds // 3)
+    options = {
+        "TCP_KEEPIDLE": every,
+        "TCP_KEEPINTVL": every,
+        "TCP_KEEPCNT": 2,
+        "TCP_USER_TIMEOUT": 1000 * seconds,  # where something that was sent waits for its answer
+    }
+    for name, value in options.items():
+        if hasattr(socket, name):  # Linux; elsewhere a lost link is noticed later
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
