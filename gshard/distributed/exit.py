@@ -159,8 +159,9 @@ def until_preempted(
 ) -> Iterator[Batch]:
     """Yields the batches until the job is to stop; then calls `last` and exits the process.
 
-    Every process stops before the same batch. The exit code is `PREEMPTED_EXIT_CODE`, 75, which
-    schedulers read as "try again later".
+    Every process stops before the same batch, which is not taken: in `last` the position of a
+    `DataLoader` is that of the state. The exit code is `PREEMPTED_EXIT_CODE`, 75, which schedulers
+    read as "try again later".
 
     Args:
       batches: any iterable, of the same length on every process.
@@ -186,12 +187,17 @@ def until_preempted(
         raise GShardError(f"until_preempted(last={shown(last)}) is not a function.")
 
     def iterate() -> Iterator[Batch]:
-        for batch in batches:
-            if preempted():
-                if last is not None:
-                    last()
-                sys.exit(PREEMPTED_EXIT_CODE)
+        taken = iter(batches)
+        # Asked first: the position of a loader is that of the batches it has given.
+        while not preempted():
+            try:
+                batch = next(taken)
+            except StopIteration:
+                return
             yield batch
+        if last is not None:
+            last()
+        sys.exit(PREEMPTED_EXIT_CODE)
 
     return iterate()
 

@@ -1,0 +1,43 @@
+"""What a script that is told to stop has taken of its data."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import numpy as np
+import optax
+import pytest
+
+import gshard
+from gshard.distributed import exit
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A process that has not listened for SIGTERM before, nor does afterwards."""
+    monkeypatch.setattr(exit, "_listening", False)
+    monkeypatch.setattr(exit, "_signal_received", threading.Event())
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_position_of_a_loader_is_that_of_the_batches_it_gave(alone):
+    params = {"w": np.ones((8, 8), np.float32)}
+    _, plan = gshard.shard_train_state((params, optax.sgd(0.1)), gshard.make_mesh(), "dp")
+    loader = gshard.DataLoader({"x": np.arange(80)}, 8, plan)
+    seen, saved = 0, []
+    with pytest.raises(SystemExit) as stopped:
+        for _ in gshard.distributed.until_preempted(loader, lambda: saved.append(loader.state_dict())):
+            seen += 1
+            if seen == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+    assert stopped.value.code == gshard.distributed.PREEMPTED_EXIT_CODE
+    assert seen == 3
+    assert [state["position"] for state in saved] == [3]
+
+
+def test_batches_that_end_by_themselves(alone):
+    assert list(gshard.distributed.until_preempted(range(3))) == [0, 1, 2]
