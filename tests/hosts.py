@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with addresses, a host name and names of their own.
+"""Hosts on one machine: network namespaces with addresses, a host name and names of their own.
 
 Each is held by a process whose end takes all of it away: the interfaces lie in the namespaces, and
 its /etc/hosts is a file that is mounted over the machine's for its own processes alone.
@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# Every pair has namespaces of its own, so that they share the addresses and do not meet.
-ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
+# Every set of hosts has namespaces of its own, so that they share the addresses and do not meet.
+ADDRESSES = {f"host-{name}": f"10.77.0.{i}" for i, name in enumerate("abcd", 1)}
 _HOLD = (
     'mount --bind "$1" /etc/hosts && hostname "$2" && ip link set lo up && echo held && exec cat'
 )
@@ -118,8 +118,8 @@ class Host:
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Two hosts that reach each other, and nothing else.
+def hosts(folder: Path, count: int = 2) -> Iterator[list[Host]]:
+    """Hosts that reach each other, and nothing else: the first is the switch between them.
 
     Raises:
       NoHostsError: this machine does not allow it: not root, no `ip`, a container.
@@ -127,19 +127,22 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     names = folder / "hosts"
     lines = [f"{address} {name}\n" for name, address in ADDRESSES.items()]
     names.write_text("127.0.0.1 localhost\n::1 localhost\n" + "".join(lines))
-    hosts: list[Host] = []
+    found: list[Host] = []
     try:
-        for name in ADDRESSES:
-            hosts.append(Host(name, names))
-        first, second = hosts
-        pair = ("type", "veth", "peer", "name", "eth0", "netns", second.pid)
-        first.run("ip", "link", "add", "eth0", *pair)
-        for host in hosts:
+        for name in [*ADDRESSES][:count]:
+            found.append(Host(name, names))
+        switch = found[0]
+        switch.run("ip", "link", "add", "eth0", "type", "bridge")
+        for i, host in enumerate(found[1:]):
+            pair = ("type", "veth", "peer", "name", "eth0", "netns", host.pid)
+            switch.run("ip", "link", "add", f"port{i}", *pair)
+            switch.run("ip", "link", "set", f"port{i}", "master", "eth0", "up")
+        for host in found:
             host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
             host.run("ip", "link", "set", "eth0", "up")
-        yield first, second
+        yield found
     finally:
-        for host in hosts:
+        for host in found:
             host.close()
 
 

@@ -14,7 +14,8 @@ import yaml
 
 import gshard
 from gshard.distributed.launch.cli import request
-from tests.hosts import NoHostsError, two_hosts, until
+from tests import hosts as namespaces
+from tests.hosts import NoHostsError, until
 from tests.processes import FAST_COMPILATION, clean_environment
 
 ROOT = Path(__file__).parents[1]
@@ -159,7 +160,7 @@ def cluster(tmp_path):
         "SLURM_STEP_NUM_TASKS": "2",
     }
     try:
-        with two_hosts(tmp_path) as hosts:
+        with namespaces.hosts(tmp_path) as hosts:
             holders = " ".join(str(host.pid) for host in hosts)
             text = SRUN.replace("holder=HOLDERS[node]", f"of=({holders}); holder=${{of[node]}}")
             program("srun", text)

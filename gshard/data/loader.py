@@ -28,6 +28,7 @@ from gshard.data.batch_number import MASK, set_number
 from gshard.data.consistency import compare_loaders
 from gshard.data.prefetch import map_ahead
 from gshard.data.source import Source
+from gshard.distributed.machines import advice
 from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.plan import Plan
 
@@ -124,6 +125,28 @@ class DataLoader:
     def epoch(self) -> int:
         """Number of the current epoch, from 0."""
         return self._epoch
+
+    def micro_batches(self, examples_per_device: int) -> int:
+        """Counts the micro-batches in which a device takes few enough examples at a time.
+
+        It is the smallest number that divides a device's examples of a batch. On fewer devices a
+        step has more micro-batches, so that it needs no more memory, and computes the same.
+
+        Args:
+          examples_per_device: the most that a device may take at a time.
+
+        Returns:
+          The number for `make_train_step(micro_batches=)`.
+
+        Example:
+          >>> mesh = gshard.make_mesh()
+          >>> _, plan = gshard.shard_train_state((params, tx), mesh, "os", min_shard_size=16)
+          >>> gshard.DataLoader(batch, 16, plan).micro_batches(examples_per_device=1)
+          2
+        """
+        most = check_integer("examples_per_device", examples_per_device, 1)
+        each = self._settings["batch_size"] // self._plan.group.devices
+        return next(k for k in range(1, each + 1) if each % k == 0 and each // k <= most)
 
     def state_dict(self) -> dict[str, int]:
         """Returns the position and the settings of the loader as integers, same on every process.
@@ -310,6 +333,7 @@ def _check_sizes(length: int, size: int, drop: bool, devices: int, pads: bool) -
         raise GShardError(
             f"batch_size={size}, the examples of the global batch, is not a multiple of the "
             f"{devices} devices that they are sharded over. Use {near} or {near + devices}."
+            f"{advice(size, devices)}"
         )
     if drop and length < size:
         raise GShardError(

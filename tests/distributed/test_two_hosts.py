@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 import gshard
+from tests import hosts as namespaces
 from tests import reference
 from tests.distributed.two_hosts_worker import train
-from tests.hosts import NoHostsError, two_hosts, until
+from tests.hosts import NoHostsError, until
 from tests.processes import FAST_COMPILATION
 from tests.tiers import quick
 
@@ -98,7 +99,7 @@ class Job:
 @pytest.fixture
 def hosts(tmp_path):
     try:
-        with two_hosts(tmp_path) as both:
+        with namespaces.hosts(tmp_path) as both:
             yield both
     except NoHostsError as error:
         pytest.skip(f"no network namespaces here (they need root and `ip`): {error}")

@@ -223,11 +223,8 @@ class Coordinator(LineServer):
         last = self._sizes.most
         self.admit(peer, Machine(self._arrived, last if rank is None else int(rank), str(name)))
         self.tell(line_of({"go": {"machine": self._arrived}}), peer)
-        later = ""
-        if self._starts:
-            later = ". It takes part from the next start on"
-            if self._asked.join_every:
-                later += f", at most {self._asked.join_every:g} minutes after the last"
+        every = f" (--join_every {self._asked.join_every:g})" if self._asked.join_every else ""
+        later = f". It takes part from the next start of the job on{every}" if self._starts else ""
         self._say(f"{peer.who} has come: {self._here}{later}")
 
     def dropped(self, peer: Peer) -> None:
