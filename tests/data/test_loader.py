@@ -512,3 +512,26 @@ def test_an_iterator_of_grain_keeps_its_state():
     later = iter(dataset)
     later.set_state(batches.get_state())
     assert [np.asarray(x).tolist() for x in global_batches(later, PLAN)] == wanted[3:]
+
+
+# ---- fewer devices ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("devices", "counts"), [(8, [3, 1, 3]), (6, [2, 1, 4]), (2, [6, 3, 12])])
+def test_micro_batches_follow_from_what_a_device_may_take(devices, counts):
+    loader = DataLoader(data(), 24, plan_on(devices))
+    assert [loader.micro_batches(most) for most in (2, 4, 1)] == counts
+    with pytest.raises(GShardError, match="examples_per_device=0"):
+        loader.micro_batches(0)
+
+
+def test_a_batch_that_does_not_fit_says_how_many_machines_would(monkeypatch):
+    plan = plan_on(6)
+    monkeypatch.setenv("GSHARD_NNODES", "3 of 2:4")
+    with pytest.raises(GShardError, match="3 machines of 2 devices, and 16 examples fit 2 or 4 ma"):
+        DataLoader(data(), 16, plan)
+    with pytest.raises(GShardError, match="No number of machines from 2 to 4, of 2 devices each,"):
+        DataLoader(data(), 14, plan)
+    monkeypatch.delenv("GSHARD_NNODES")
+    with pytest.raises(GShardError, match=r"Use 12 or 18\.$"):
+        DataLoader(data(), 16, plan)

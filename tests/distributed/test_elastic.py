@@ -6,12 +6,19 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+import gshard
+from gshard.distributed.launch.cli import request
+from gshard.distributed.launch.elastic import run_elastic
+from gshard.distributed.machines import Machines, parse_machines
+from gshard.distributed.rendezvous import address, listen
 from tests import hosts as namespaces
 from tests import reference
 from tests.distributed.elastic_worker import train
@@ -23,44 +30,239 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicat
 
 LIMIT = 240  # seconds for anything that has no bound of its own
 WAITS = """
-import os, pathlib, time
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 words = ("GSHARD_RESTARTS", "GSHARD_PROCESS_ID", "GSHARD_NUM_PROCESSES", "GSHARD_NNODES")
-print("start", *(os.environ[word] for word in words), flush=True)
-while not pathlib.Path("go").exists(): time.sleep(0.02)
+with open("FOLDER/starts", "a") as file:
+    print(*(os.environ[word] for word in words), file=file)
+print("runs")
+while not pathlib.Path("FOLDER/go").exists(): time.sleep(0.02)
+print("the end")
 """
 
 
-# ---- on one machine, of processes that wait -----------------------------------------------------
+# ---- numbers of machines ------------------------------------------------------------------------
 
 
-def test_the_job_goes_on_without_a_machine_that_is_lost(tmp_path):
+def test_the_most_machines_that_divide_the_batch():
+    machines = Machines(2, 6, devices=2, batch_size=24)
+    assert machines.fitting == [2, 3, 4, 6]
+    assert [machines.of(here) for here in range(1, 8)] == [0, 2, 3, 4, 4, 6, 6]
+    assert machines._replace(batch_size=None).of(5) == 5
+    assert parse_machines("2:4") == Machines(2, 4)
+    assert parse_machines("4") == 4
+
+
+def test_what_an_elastic_job_has_by_default(tmp_path):
+    (tmp_path / "waits.py").touch()
+    words = ["--master", "127.0.0.1:1", str(tmp_path / "waits.py")]
+    asked = request(["--nnodes", "2:4", "--virtual_devices", "2", *words])
+    assert asked.elastic == Machines(2, 4, devices=2)
+    assert (asked.nnodes, asked.rank, asked.max_restarts) == (4, None, 3)
+    assert (asked.join_timeout, asked.join_every) == (30, 0.0)
+
+
+# ---- launchers as processes ---------------------------------------------------------------------
+
+
+def test_a_launcher_that_is_killed_is_gone_from_the_job(tmp_path):
     script = tmp_path / "waits.py"
-    script.write_text(WAITS)
-    command = launch("--nnodes", "2:3", "--master", free_address(), script)
+    script.write_text(WAITS.replace("FOLDER", str(tmp_path)))
+    command = launch("--nnodes", "1:2", "--master", free_address(), script)
     with (
         running(command, tmp_path) as one,
         running([*command[:-1], "--log_dir", "b", command[-1]], tmp_path) as two,
-        running([*command[:-1], "--log_dir", "c", command[-1]], tmp_path) as three,
     ):
-        jobs = [one, two, three]
-
-        def starts(restart: int) -> list[str]:
-            found = (re.search(rf"start {restart} .*", job.out) for job in jobs)
-            return sorted(x[0] for x in found if x)
-
-        one.wait_until(lambda: len(starts(0)) == 3, "three run")
-        assert starts(0) == [f"start 0 {rank} 3 3 of 2:3" for rank in range(3)]
-        lost = next(job for job in jobs if "start 0 1 3" in job.out)
+        starts = tmp_path / "starts"
+        one.wait_until(lambda: starts.exists() and len(starts.read_text()) > 20, "both run")
+        lost, left = (one, two) if "[rank 1]" in one.out else (two, one)
         lost.process.kill()
         lost.assert_nobody_left()
-        jobs.remove(lost)
-        jobs[0].wait_until(lambda: len(starts(1)) == 2, "two run")
-        assert starts(1) == [f"start 1 {rank} 2 2 of 2:3" for rank in range(2)]
+        left.wait_until(lambda: "1 0 1 1 of 1:2" in starts.read_text(), "one runs")
         (tmp_path / "go").touch()
-        for job in jobs:
-            assert job.code(20) == 0, job.err
-            assert re.search(r"machine \d \(.*\) is lost: 2 of 2:3 machines are here", job.err)
-            job.assert_nobody_left()
+        assert left.code(20) == 0, left.err
+        assert re.search(r"machine 1 \(.*\) is lost: 1 of 1:2 machines are here", left.err)
+        left.assert_nobody_left()
+
+
+# ---- launchers as threads, whose processes wait -------------------------------------------------
+
+
+class Machine:
+    """A launcher in a thread, of one machine."""
+
+    def __init__(self, folder: Path, at: str, *words: object):
+        self.signals: list[int] = []
+        self.code: int | None = None
+        self.error = ""
+        name = f"{time.monotonic()}"
+        options = ["--nnodes", "2:3", "--master", at, "--log_dir", folder / name, *words]
+        self._asked = request([*map(str, options), str(folder / "waits.py")])
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.code = run_elastic(self._asked, self._asked.master, self.signals)
+        except gshard.GShardError as error:
+            self.error = str(error)
+
+    def end(self) -> int | None:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        return self.code
+
+
+class Site:
+    """Where the machines of a test are."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.at, self.machines = folder, free_address(), list[Machine]()
+        (folder / "waits.py").write_text(WAITS.replace("FOLDER", str(folder)))
+
+    def machine(self, *words: object) -> Machine:
+        """Another machine; the first is the coordinator's."""
+        self.machines.append(Machine(self.folder, self.at, *words))
+        if len(self.machines) == 1:
+            until("listening", lambda: self._answers() or self.machines[0].error, 5)
+        return self.machines[-1]
+
+    def _answers(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(tuple(address(self.at, "at"))) == 0
+
+    def stranger(self) -> socket.socket:
+        """A machine that has only a connection."""
+        connection = socket.create_connection(address(self.at, "at"), 5)
+        hello = {"gshard_form": "--nnodes 2:3 --nproc_per_node 1", "name": "x", "rank": None}
+        connection.sendall(json.dumps(hello).encode() + b"\n")
+        return connection
+
+    def until_start(self, restart: int, machines: int, all_of: int | None = None) -> None:
+        """Waits until the processes of a start run, on all machines that run any."""
+        expected = [f"{restart} {r} {machines} {machines} of 2:3" for r in range(machines)]
+        expected = expected[:all_of]
+        path = self.folder / "starts"
+        found: list[str] = []
+
+        def there() -> bool:
+            found[:] = path.read_text().splitlines() if path.exists() else []
+            return {*expected} <= {*found}
+
+        until(f"{expected} in {found}", there, 10)
+
+    def go(self) -> None:
+        (self.folder / "go").touch()
+
+
+@pytest.fixture
+def site(tmp_path):
+    found = Site(tmp_path)
+    yield found
+    found.go()
+    for machine in found.machines:
+        machine.signals += [signal.SIGTERM, signal.SIGTERM]
+        machine.end()
+
+
+def test_machines_that_are_left_are_numbered_again(site, capsys):
+    first = site.machine()
+    lost = site.stranger()
+    until("the second", lambda: "1 (x) has come" in capsys.readouterr().err, 5)
+    last = site.machine()
+    site.until_start(0, 3, all_of=1)
+    lost.close()
+    site.until_start(1, 2)
+    site.go()
+    assert (first.end(), last.end()) == (0, 0)
+    said = capsys.readouterr().err
+    assert "machine 1 (x) is lost: 2 of 2:3 machines are here" in said
+    assert "again in 1 s (machine 1 (x) is lost; 1 of 3)" in said
+
+
+def test_machines_that_come_are_taken_up_in_order(site, capsys):
+    words = ("--join_timeout", 1, "--join_every", 0.01)
+    site.machine(*words)
+    site.machine(*words)
+    site.until_start(0, 2)
+    site.machine(*words)
+    site.until_start(1, 3)
+    site.go()
+    assert [machine.end() for machine in site.machines] == [0, 0, 0]
+    said = capsys.readouterr().err
+    assert "other machines have come: stopping all processes in order" in said
+    assert "starting all processes again in" not in said, "it is no failure"
+
+
+def test_a_machine_that_is_told_to_stop_leaves_the_others(site, capsys):
+    first, second, third = (site.machine() for _ in range(3))
+    site.until_start(0, 3)
+    third.signals.append(signal.SIGTERM)
+    assert third.end() == 75
+    site.until_start(1, 2)
+    site.go()
+    assert (first.end(), second.end()) == (0, 0)
+    said = capsys.readouterr().err
+    assert re.search(r"machine \d \(.*\) was told to stop, and leaves the job", said)
+    assert "starting all processes again in" not in said, "it is no failure"
+
+
+@pytest.mark.slow
+def test_the_coordinator_is_told_to_stop_and_all_stop(site):
+    first, second = site.machine("--join_timeout", 1), site.machine("--join_timeout", 1)
+    site.until_start(0, 2)
+    first.signals.append(signal.SIGTERM)
+    # As JAX does for all processes when one has the signal.
+    second_stops = threading.Timer(0.3, lambda: second.signals.append(signal.SIGTERM))
+    second_stops.start()
+    assert (first.end(), second.end()) == (75, 75)
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_a_coordinator_that_is_lost(site, capsys):
+    with listen(address(site.at, "at")) as listener:
+        site.machines.append(member := Machine(site.folder, site.at, "--rank", 1))
+        connection, _ = listener.accept()
+        connection.recv(1000)
+        start = [0, 2, 1, *address(site.at, "at")]
+        connection.sendall(json.dumps({"go": {"machine": 1}}).encode() + b"\n")
+        connection.sendall(json.dumps({"start": start}).encode() + b"\n")
+        until("running", lambda: (site.folder / "starts").exists(), 5)
+        connection.close()
+    first = site.machine("--rank", 0, "--join_timeout", 1)
+    site.until_start(0, 2)
+    site.go()
+    assert (first.end(), member.end()) == (0, 0)
+    said = capsys.readouterr().err
+    assert "the processes of this machine were ended: machine 0 is lost" in said
+    assert "machine 0, whose launcher coordinates the job, is lost. Waiting for it to come" in said
+
+
+@pytest.mark.slow
+def test_fewer_machines_than_the_least(site, capsys):
+    assert site.machine("--start_timeout", 1).end() == 1
+    said = capsys.readouterr().err
+    assert "1 of 2:3 machines are here after 1 s (--start_timeout), and the job needs 2" in said
+    member = site.machine("--rank", 1, "--start_timeout", 1)
+    assert member.end() == 1
+    assert "did not reach machine 0, whose launcher coordinates" in capsys.readouterr().err
+
+
+def test_a_machine_of_another_command_is_refused(site):
+    site.machine()
+    other = site.machine("--nproc_per_node", 2)
+    other.end()
+    assert "started with --nnodes 2:3 --nproc_per_node 2, and that of machine 0 with" in other.error
+
+
+def test_only_machines_that_divide_the_batch_take_part(site, capsys):
+    words = ("--batch_size", 8, "--join_timeout", 1)
+    for _ in range(3):
+        site.machine(*words)
+    site.until_start(0, 2)
+    site.go()
+    assert [machine.end() for machine in site.machines] == [0, 0, 0]
+    assert "starting with 2 of 2:3 machines" in capsys.readouterr().err
 
 
 # ---- on four hosts, of a training ---------------------------------------------------------------

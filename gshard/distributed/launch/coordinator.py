@@ -168,9 +168,10 @@ class Coordinator(LineServer):
 
     def _serve(self) -> None:
         self.receive(0.0)
-        for machine in (peer.who for peer in self._taking_part):
-            if machine.report is not None and machine.report.failed and not self.end:
-                self.end = f"processes of {machine} have failed"
+        for machine in (x.who for x in self._taking_part if x.who.report is not None):
+            if machine.report.failed:
+                self.end = self.end or f"processes of {machine} have failed"
+            self.stop = self.stop or machine.report.leaves
         order = "end" if self.end else "stop" if self.stop else ""
         if order != self._told:
             self._told = order

@@ -321,6 +321,7 @@ def test_what_a_process_started_ends_with_it(tmp_path):
 # ---- bad input ----------------------------------------------------------------------------------
 
 SCRIPT = str(WORKER)
+RANGE = ("--nnodes", "2:4", "--master", "127.0.0.1:1")
 BAD = {
     "no script": ([], "name the script"),
     "no such file": (["no.py"], "there is no file 'no.py'"),
@@ -337,7 +338,30 @@ BAD = {
         ["--nproc_per_node", "auto", SCRIPT],
         "Leave it out for one process per GPU",
     ),
-    "a range of machines": (["--nnodes", "1:4", SCRIPT], "one number, not a range"),
+    "a range from more to fewer": (["--nnodes", "4:2", SCRIPT], "Write 2:4."),
+    "a range from no machine": (["--nnodes", "0:3", SCRIPT], "at least one machine. Write 1:3."),
+    "a range of words": (
+        ["--nnodes", "a:b", SCRIPT],
+        "--nnodes 'a:b' must be a number of machines",
+    ),
+    "half a range": (["--nnodes", "2:", SCRIPT], "or MIN:MAX for an elastic job, such as 2:4"),
+    "no machines": (["--nnodes", "0", SCRIPT], "--nnodes '0' must be a number of machines"),
+    "a range without an address": (["--nnodes", "2:4", SCRIPT], "2:4 also needs --master, 'host"),
+    "rank outside of a range": (
+        ["--nnodes", "2:4", "--rank", "4", "--master", "h:1", SCRIPT],
+        "--rank 4 is no machine of --nnodes 2:4: they run from 0 to 3",
+    ),
+    "a batch that no machines divide": (
+        [*RANGE, "--virtual_devices", "2", "--batch_size", "10", SCRIPT],
+        "--batch_size 10 examples are divided by no number of machines of --nnodes 2:4, each of 2",
+    ),
+    "joins without a range": (
+        ["--join_every", "5", SCRIPT],
+        "--join_every 5 is for an elastic job: give a range of machines, --nnodes MIN:MAX",
+    ),
+    "negative joins": ([*RANGE, "--join_every", "-1", SCRIPT], "must be a number of minutes"),
+    "joins of no number": ([*RANGE, "--join_every", "nan", SCRIPT], "must be a number of minutes"),
+    "no time to join": ([*RANGE, "--join_timeout", "0", SCRIPT], "--join_timeout=0"),
     "machines alone": (["--nnodes", "2", SCRIPT], "also needs --rank, the number"),
     "machines without an address": (
         ["--nnodes", "2", "--rank", "0", SCRIPT],

@@ -75,6 +75,13 @@ def test_what_is_tried_again(second):
     assert restarts.after(second).again
 
 
+def test_the_same_error_on_other_machines_is_tried_again_once():
+    restarts = Restarts(9)
+    assert restarts.after(failure("ValueError: x", 12)).again
+    assert restarts.after(failure("ValueError: x", 12), same_machines=False).again
+    assert not restarts.after(failure("ValueError: x", 12)).again
+
+
 GROUP = """
   + Exception Group Traceback (most recent call last):
   |   File 'x.py', line 3, in f
