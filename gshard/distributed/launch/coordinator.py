@@ -7,7 +7,9 @@ import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from signal import SIGINT
 
+from gshard._util.errors import GShardError
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.launch.background_writer import say
 from gshard.distributed.launch.event_log import EventLog
@@ -56,6 +58,9 @@ class Coordinator(LineServer):
         began, code, why = time.monotonic(), 1, "the launcher of machine 0 failed"
         try:
             code, why = self._run()
+        except GShardError as error:
+            why = str(error)
+            raise
         finally:
             self._is_over = True
             self.answer(line_of({"over": code, "why": why}))
@@ -72,7 +77,8 @@ class Coordinator(LineServer):
                 in_order = code == PREEMPTED_EXIT_CODE
                 return code if in_order else 128 + self._signals[0], "machine 0 was told to stop"
             start, port = self._begin(chosen)
-            outcome, own = run_start(self._asked, start, self._signals, self._events, self, port)
+            shared = self._signals, self._events, self, port
+            outcome, own = run_start(self._asked, self._at.host, start, *shared)
             reports = [own, *self._await_reports(chosen, own)]
             _, said = outcome.summary
             code = max(report.code for report in reports)
@@ -98,7 +104,7 @@ class Coordinator(LineServer):
         if not decision.again:
             self._say(f"not starting again: {why}")
             self._events.write("give_up", why=why)
-            return first.code or 1, f"not starting again: {why}"
+            return first.code if first.failed else 1, f"not starting again: {why}"
         self._say(f"starting all processes again in {decision.seconds:.0f} s ({why})")
         self._events.write("restart", seconds=decision.seconds, why=why)
         until = time.monotonic() + decision.seconds
@@ -124,11 +130,12 @@ class Coordinator(LineServer):
                     break
             else:
                 enough = None
-                waits.remind(lambda: f"{self._here}, waiting for {sizes.fitting[0]}", self._say)
+                least = sizes.fitting[0]
+                waits.remind(lambda n=least: f"{self._here}, waiting for {n} at least", self._say)
                 if waits.left <= 0:
                     raise NotArrivedError(
                         f"{self._here} after {waits.timeout:g} s (--start_timeout), and the job "
-                        f"needs {sizes.fitting[0]}. Look at the launchers of the others: all are "
+                        f"needs {least}. Look at the launchers of the others: all are "
                         f"started with the same command, and reach machine 0 at {self._at}."
                     )
             self.receive(TICK)
@@ -142,7 +149,7 @@ class Coordinator(LineServer):
     def _begin(self, chosen: list[Peer]) -> tuple[Start, ReservedPort]:
         self.stop, self.end, self._told, self._lost = False, "", "", []
         port = ReservedPort(self._at.host)  # a new one, which nobody of the start before knows
-        start = Start(self._starts, len(chosen) + 1, 0, *port.address)
+        start = Start(self._starts, len(chosen) + 1, 0, port.address.port)
         self._starts, self._since = self._starts + 1, time.monotonic()
         names = ", ".join([socket.gethostname(), *(peer.who.name for peer in chosen)])
         self._say(f"starting with {start.machines} of {self._sizes} machines: {names}")
@@ -172,6 +179,10 @@ class Coordinator(LineServer):
             if machine.report.failed:
                 self.end = self.end or f"processes of {machine} have failed"
             self.stop = self.stop or machine.report.leaves
+        if self._signals:
+            self.stop = True
+            if SIGINT in self._signals:  # others have no reason to save
+                self.end = self.end or "machine 0 was interrupted"
         order = "end" if self.end else "stop" if self.stop else ""
         if order != self._told:
             self._told = order

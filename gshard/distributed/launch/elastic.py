@@ -82,6 +82,7 @@ class Member:
         notice_loss(self._connection, self._asked.heartbeat_timeout)
         self._connection.setblocking(False)
         self._is_lost, limit = False, self._asked.log_size * 2**20
+        self._messages.clear()
         self._events = self._events or EventLog(self._asked.log_dir, machine, limit)
         self._take(b"")
         while (self._messages or not self._is_lost) and not self._signals:
@@ -93,9 +94,8 @@ class Member:
             if "over" in message:
                 say(f"gshard: the job is over: {message['why']}")
                 return int(message["over"])
-            self.stop, self.end = False, ""
-            start = Start(*message["start"])
-            outcome, ended = run_start(self._asked, start, self._signals, self._events, self)
+            start, host = Start(*message["start"]), self._at.host
+            outcome, ended = run_start(self._asked, host, start, self._signals, self._events, self)
             with suppress(OSError):
                 self._connection.sendall(line_of({"ended": ended}))
             if self._signals:
@@ -130,8 +130,8 @@ class Member:
             elif "end" in message:
                 self.end = message["end"]
             else:
-                self._messages.append(message)
-                self.end = message.get("why", self.end)  # of a job that is over
+                self._messages.append(message)  # to start, or that the job is over
+                self.stop, self.end = False, message.get("why", "")
 
     def _leave(self) -> None:
         """Lets the coordinator close first, so that it gets the last line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any, NamedTuple
 
@@ -22,8 +23,7 @@ class Start(NamedTuple):
     restarts: int
     machines: int
     rank: int  # of the machine
-    host: str  # where process 0 listens
-    port: int
+    port: int  # of process 0, at the host of --master
 
 
 class Report(NamedTuple):
@@ -61,6 +61,7 @@ class Report(NamedTuple):
 
 def run_start(
     asked: Request,
+    host: str,
     start: Start,
     signals: list[int],
     events: EventLog,
@@ -69,7 +70,7 @@ def run_start(
 ) -> tuple[Outcome, Report]:
     """Runs this machine's processes once."""
     place = {"nnodes": start.machines, "rank": start.rank}
-    request = Request(**{**vars(asked), **place, "master": Address(start.host, start.port)})
+    request = Request(**{**vars(asked), **place, "master": Address(host, start.port)})
     outcome = run_job(request, start.restarts, signals, events, orders, port)
     if outcome.failed:
         say(report(outcome.ends, outcome.memory_kills, f"{asked.log_dir}/rank-*.log"))
@@ -79,9 +80,11 @@ def run_start(
 
 
 def form(asked: Request) -> str:
-    """The options that must be the same on all machines."""
+    """What must be the same on all machines, as words of their commands."""
     words = f"--nnodes {asked.elastic} --nproc_per_node {len(asked.variables)}"
-    return words if asked.batch_size is None else f"{words} --batch_size {asked.batch_size}"
+    if asked.batch_size is not None:
+        words += f" --batch_size {asked.batch_size}"
+    return f"{words} {os.path.basename(asked.script)}"
 
 
 def notice_loss(connection: socket.socket, seconds: int) -> None:

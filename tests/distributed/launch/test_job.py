@@ -361,7 +361,7 @@ BAD = {
     ),
     "negative joins": ([*RANGE, "--join_every", "-1", SCRIPT], "must be a number of minutes"),
     "joins of no number": ([*RANGE, "--join_every", "nan", SCRIPT], "must be a number of minutes"),
-    "no time to join": ([*RANGE, "--join_timeout", "0", SCRIPT], "--join_timeout=0"),
+    "no time to join": ([*RANGE, "--join_timeout", "-1", SCRIPT], "--join_timeout=-1"),
     "machines alone": (["--nnodes", "2", SCRIPT], "also needs --rank, the number"),
     "machines without an address": (
         ["--nnodes", "2", "--rank", "0", SCRIPT],
