@@ -101,8 +101,8 @@ class Restarts:
         last, self._last = self._last, failure
         before, self._furthest = self._furthest, tuple(map(max, self._furthest, failure.furthest))
         progress = last is not None and self._furthest != before
-        repeated = last is not None and same_machines and _same(failure, last)
-        if repeated and failure.error and not progress:
+        seen = last if same_machines else None
+        if seen is not None and failure.error and not progress and _same(failure, seen):
             return Decision(
                 False,
                 0.0,
