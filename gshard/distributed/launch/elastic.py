@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 from typing import Any
 
 from gshard._util.errors import GShardError
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.launch.background_writer import say
 from gshard.distributed.launch.coordinator import Coordinator
 from gshard.distributed.launch.event_log import EventLog
@@ -101,7 +102,9 @@ class Member:
             if self._signals:
                 self._leave()
                 code, said = outcome.summary
-                say(said or "gshard: this machine was told to stop, and leaves the job")
+                in_order = code in (0, PREEMPTED_EXIT_CODE)
+                leaves = "gshard: this machine leaves the job, as it was told to"
+                say(said if said and not in_order else leaves)
                 self._events.write("exit", code=code)
                 return code
         return None
