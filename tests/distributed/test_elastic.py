@@ -212,6 +212,19 @@ def test_a_machine_that_is_told_to_stop_leaves_the_others(site, capsys):
 
 
 @pytest.mark.slow
+def test_a_bug_on_one_machine_ends_the_job_on_all(site, capsys):
+    script = site.folder / "waits.py"
+    rank = 'os.environ["GSHARD_PROCESS_ID"]'
+    script.write_text(script.read_text().replace('print("runs")', f"1 / (int({rank}) - 1)"))
+    first, second = site.machine("--join_timeout", 1), site.machine("--join_timeout", 1)
+    assert (first.end(), second.end()) == (1, 1)
+    said = capsys.readouterr().err
+    assert re.search(r"again in 1 s \(processes of machine 1 \(.*\) have failed; 1 of 3\)", said)
+    why = r"not starting again: .*rank 1 failed again .* with the same error, .*ZeroDivisionError"
+    assert re.search(f"the job is over: {why}", said)
+
+
+@pytest.mark.slow
 def test_the_coordinator_is_told_to_stop_and_all_stop(site):
     first, second = site.machine("--join_timeout", 1), site.machine("--join_timeout", 1)
     site.until_start(0, 2)

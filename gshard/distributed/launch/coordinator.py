@@ -19,7 +19,13 @@ from gshard.distributed.launch.restarts import Restarts
 from gshard.distributed.line_server import LineServer, Peer
 from gshard.distributed.machines import Machines
 from gshard.distributed.messages import line_of
-from gshard.distributed.rendezvous import Address, NotArrivedError, Reminder, ReservedPort
+from gshard.distributed.rendezvous import (
+    Address,
+    NotArrivedError,
+    Reminder,
+    ReservedPort,
+    is_loopback,
+)
 
 _LATE = 15  # seconds beyond `--grace` in which the processes of a machine have ended
 
@@ -100,7 +106,7 @@ class Coordinator(LineServer):
         self._failed_on = {*chosen}
         decision = self._restarts.after(failure, same_machines=same)
         lost = "; ".join(f"{name} is lost" for name in self._lost)
-        why = f"{lost}; {decision.why}" if lost else decision.why
+        why = f"{lost or self.end}; {decision.why}"
         if not decision.again:
             self._say(f"not starting again: {why}")
             self._events.write("give_up", why=why)
@@ -133,10 +139,12 @@ class Coordinator(LineServer):
                 least = sizes.fitting[0]
                 waits.remind(lambda n=least: f"{self._here}, waiting for {n} at least", self._say)
                 if waits.left <= 0:
+                    alone = f" {self._at.host} is this machine alone."
                     raise NotArrivedError(
                         f"{self._here} after {waits.timeout:g} s (--start_timeout), and the job "
                         f"needs {least}. Look at the launchers of the others: all are "
                         f"started with the same command, and reach machine 0 at {self._at}."
+                        f"{alone if is_loopback(self._at.host) else ''}"
                     )
             self.receive(TICK)
         by_rank = sorted(self.peers, key=lambda peer: (peer.who.rank, peer.who.number))

@@ -75,6 +75,7 @@ class Member:
                 raise
         finally:
             if self._events is not None:
+                self._events.write("exit", code=code)
                 self._events.close()
         return 128 + self._signals[0] if code is None else code
 
@@ -105,7 +106,6 @@ class Member:
                 in_order = code in (0, PREEMPTED_EXIT_CODE)
                 leaves = "gshard: this machine leaves the job, as it was told to"
                 say(said if said and not in_order else leaves)
-                self._events.write("exit", code=code)
                 return code
         return None
 
