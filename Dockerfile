@@ -1,5 +1,5 @@
 # docker build -t gshard .                              for CPU
-# docker build -t gshard --build-arg EXTRAS=cuda .      for NVIDIA GPUs; or tpu, all, "cuda,export"
+# docker build -t gshard --build-arg EXTRAS=cuda .      for NVIDIA GPUs; or tpu, all, "cuda,gcs"
 FROM python:3.13-slim
 ARG EXTRAS=
 COPY pyproject.toml README.md LICENSE /src/

@@ -69,7 +69,7 @@ clean:  ## remove caches and what the demo wrote (.venv stays)
 
 .PHONY: setup-test setup-dev setup-docs setup-writers setup-stores
 setup-test:
-	@scripts/venv.sh $(VENV) test,plot,data,export
+	@scripts/venv.sh $(VENV) test,plot,data
 
 setup-dev: setup-test
 	@scripts/venv.sh $(VENV) dev

@@ -20,7 +20,7 @@ from gshard.models import llama
 from tests.jobs import launch
 from tests.processes import clean_environment
 
-WHY = "needs the export extra: pip install 'gshard[export]'"
+WHY = "needs the test extra: pip install 'gshard[test]'"
 safetensors = pytest.importorskip("safetensors.numpy", reason=WHY)
 
 

@@ -1,4 +1,4 @@
-"""`Bucket`: the objects below an address such as `gs://bucket/run`, by fsspec.
+"""`Bucket`: the objects below an address such as `gs://bucket/run`, by fsspec; `Upload` of one.
 
 fsspec's `gcsfs` and `s3fs` find endpoints and credentials where the stores' own tools do, retry
 what may succeed later, and write an object only if there is none. TensorStore, which Orbax uses,
@@ -19,6 +19,8 @@ from gshard.checkpoint.step_files import StoreError, run_parallel
 
 SCHEMES = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # of addresses; the extra that has the package
 REQUESTS = 16  # at once
+_PART = 2**24  # bytes of a request of an upload, if 10,000 suffice: S3 takes no more
+_UNIT = 2**18  # of which a request to Google's store has a multiple
 _EMULATOR = "STORAGE_EMULATOR_HOST"  # as Google's own libraries read it
 
 
@@ -62,12 +64,16 @@ class Bucket:
 
     def exists(self, name: str) -> bool:
         """Whether there is an object of that name."""
+        return self.size(name) is not None
+
+    def size(self, name: str) -> int | None:
+        """The bytes of an object; None if there is none."""
         try:
             with self._explained("read", name):
-                self._fs.info(self._path(name))
+                about = self._fs.info(self._path(name))
         except FileNotFoundError:
-            return False
-        return True
+            return None
+        return about["size"] if about["type"] == "file" else None
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """The bytes of an object, or some of them; fewer where it ends."""
@@ -151,6 +157,49 @@ class Bucket:
             raise StoreError(
                 f"cannot {verb} {where}: {text.rstrip('.')}. {_hint(error, self._path(name))}"
             ) from error
+
+
+class Upload:
+    """An object of a known size that is being written; with `commit` it gets its name.
+
+    Leaving the context without `commit` aborts it: nothing of it stays in the store.
+    """
+
+    def __init__(self, bucket: Bucket, name: str, size: int):
+        self._bucket, self._name, self._size = bucket, name, size
+        self._part = max(_PART, _UNIT * (size // 9_999 // _UNIT + 1))
+        self._written, self._committed = 0, False
+
+    def __enter__(self) -> Upload:
+        with self._bucket._explained("write", self._name):
+            self._file = self._bucket._fs.open(
+                self._bucket._path(self._name), "wb", block_size=self._part, autocommit=False
+            )
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Appends bytes; the last ones are sent at once, so that nothing is held for `commit`."""
+        view = memoryview(data)
+        with self._bucket._explained("write", self._name):
+            while view:
+                part = view[: self._part - self._written % self._part]
+                self._file.write(part)
+                self._written += len(part)
+                view = view[len(part) :]
+            if self._written == self._size:
+                self._file.close()
+
+    def commit(self) -> None:
+        """Gives the object its name."""
+        with self._bucket._explained("write", self._name):
+            self._file.commit()
+        self._committed = True
+
+    def __exit__(self, *_: object) -> None:
+        if not self._committed:
+            with contextlib.suppress(Exception):  # the store may be out of reach
+                self._file.discard()
+            self._file.closed = True  # else it would be completed when it is collected
 
 
 def _file_system(scheme: str) -> Any:

@@ -1,4 +1,4 @@
-"""`open_store`: the store that a user's path or address names."""
+"""`open_store`: the store that a user's path or address names; `resolve` tells which it is."""
 
 from __future__ import annotations
 
@@ -19,29 +19,38 @@ _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/{1,2})(.*)", re.DOTALL)
 
 def open_store(address: Any) -> Store:
     """The store at a path or an address; nothing is made there yet."""
-    text = os.fspath(address) if isinstance(address, os.PathLike) else address
+    where, in_store = resolve(address, "directory")
+    return ObjectStore(where) if in_store else Disk(as_directory(where))
+
+
+def resolve(given: Any, argument: str) -> tuple[Any, bool]:
+    """An address of an object store and True; or what must be a path of a file system, and False.
+
+    `argument` names it in a `GShardError`.
+    """
+    text = os.fspath(given) if isinstance(given, os.PathLike) else given
     match = _ADDRESS.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        return Disk(as_directory(address))
+        return given, False
     scheme, slashes, rest = match.groups()
     if scheme == "file" and slashes == "//" and rest.startswith("/"):
-        return Disk(as_directory(rest))
+        return rest, False
     if slashes == "/" and scheme in SCHEMES:
         raise GShardError(
-            f"directory={shown(address)} lacks a slash, which pathlib removes. Pass the address as "
+            f"{argument}={shown(given)} lacks a slash, which pathlib removes. Pass the address as "
             f"a string: {scheme}://{rest}"
         )
     if slashes == "/":
-        return Disk(as_directory(address))
+        return given, False
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise GShardError(
-            f"directory={text!r} has the scheme {scheme}://. gshard writes to {known}, file:/// "
+            f"{argument}={text!r} has the scheme {scheme}://. gshard knows {known}, file:/// "
             "and paths of file systems."
         )
     if not rest.strip("/") or rest.startswith("/"):
-        raise GShardError(f"directory={text!r} names no bucket: {scheme}://BUCKET/PATH.")
-    return ObjectStore(text)
+        raise GShardError(f"{argument}={text!r} names no bucket: {scheme}://BUCKET/PATH.")
+    return text, True
 
 
 def open_step_or_store(address: Any) -> tuple[Store, int | None]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from gshard._util.errors import GShardError, some
 from gshard.checkpoint.safetensors.format import Stored, tensors_of
+from gshard.checkpoint.safetensors.place import Place, read_range, size_of
 
 _FILE, _INDEX = ".safetensors", ".safetensors.index.json"
 INDEX = f"model{_INDEX}"
@@ -24,16 +25,17 @@ def shard_names(count: int) -> list[str]:
     return [f"model-{i + 1:05d}-of-{count:05d}{_FILE}" for i in range(count)]
 
 
-def models_in(folder: Path, call: str) -> list[Path]:
+def models_in(folder: Place, call: str) -> list[Place]:
     """Files with weights and indexes of a folder, without the shards that an index lists."""
-    files = [x for x in sorted(folder.iterdir()) if not x.name.startswith(".")]
+    there = sorted(folder.iterdir(), key=lambda x: x.name)
+    files = [x for x in there if not x.name.startswith(".")]
     indexes = [x for x in files if x.name.endswith(_INDEX)]
     shards = {name for index in indexes for name in _weight_map(index, call).values()}
     alone = [x for x in files if x.name.endswith(_FILE) and x.name not in shards]
     return indexes + alone
 
 
-def tensors_at(path: Path, call: str) -> dict[str, Stored]:
+def tensors_at(path: Place, call: str) -> dict[str, Stored]:
     """The tensors of a file, of the shards of an index, or of the one model in a folder, by name.
 
     The files are checked; nothing of the tensors is read.
@@ -51,19 +53,19 @@ def tensors_at(path: Path, call: str) -> dict[str, Stored]:
     return _of_index(path, call) if path.name.endswith(_INDEX) else tensors_of(path, call)
 
 
-def _of_index(index: Path, call: str) -> dict[str, Stored]:
+def _of_index(index: Place, call: str) -> dict[str, Stored]:
     """The tensors of the shards that an index lists; each must be in its shard and no other."""
     listed = _weight_map(index, call)
-    shards = sorted({*listed.values()})
-    if absent := [name for name in shards if not (index.parent / name).is_file()]:
+    shards = {name: index.parent / name for name in sorted({*listed.values()})}
+    if absent := [name for name, path in shards.items() if not path.is_file()]:
         raise GShardError(
             f"{call}: {index} lists {len(shards)} shards, and {', '.join(absent)} "
             f"{'is' if len(absent) == 1 else 'are'} missing. Copy the whole folder again."
         )
     found: dict[str, Stored] = {}
     wrong: list[str] = []
-    for shard in shards:
-        tensors = tensors_of(index.parent / shard, call)
+    for shard, path in shards.items():
+        tensors = tensors_of(path, call)
         mine = {x for x, name in listed.items() if name == shard}
         wrong += [f"{x} is not in {shard}" for x in listed if x in mine and x not in tensors]
         wrong += [f"{x} is in {shard} too" for x in tensors if x not in mine]
@@ -76,10 +78,10 @@ def _of_index(index: Path, call: str) -> dict[str, Stored]:
     return found
 
 
-def _weight_map(index: Path, call: str) -> dict[str, str]:
+def _weight_map(index: Place, call: str) -> dict[str, str]:
     """The file of each tensor by an index; names of files alone, no paths."""
     try:
-        content: Any = json.loads(index.read_bytes())
+        content: Any = json.loads(read_range(index, 0, size_of(index)))
         listed = content["weight_map"]
         fine = all(isinstance(x, str) and x == Path(x).name for x in listed.values()) and listed
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

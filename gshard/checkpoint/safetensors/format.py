@@ -25,6 +25,7 @@ import numpy as np
 
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten, same_leaves
+from gshard.checkpoint.safetensors.place import Place, read_range, size_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_abstract, refuse_donated
@@ -54,6 +55,8 @@ DTYPES: dict[str, np.dtype] = {
 METADATA = "__metadata__"  # a name that no tensor can have
 BLOCK = 2**23  # bytes that are copied at a time if an array is not contiguous
 _LENGTH = struct.Struct("<Q")
+_HEADER = 100_000_000  # bytes at most, as in the library
+_FIRST = 2**17  # bytes that are read first; most headers are shorter
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -67,17 +70,25 @@ class Weight(NamedTuple):
 class Stored(NamedTuple):
     """One tensor in a file."""
 
-    path: Path  # of the file
+    path: Place  # of the file
     dtype: str  # the format's name, such as "F32"
     shape: tuple[int, ...]  # the full shape
     offset: int  # the byte of the file at which the tensor begins
+    nbytes: int
 
     def view(self) -> np.ndarray:
-        """The tensor in the file, unread; the library has no NumPy arrays of float8."""
+        """The tensor in a file of a file system, unread."""
         dtype = DTYPES[self.dtype]
         if 0 in self.shape:
             return np.zeros(self.shape, dtype)
-        return np.memmap(self.path, dtype, "r", self.offset, self.shape)
+        return np.memmap(str(self.path), dtype, "r", self.offset, self.shape)
+
+    def read(self, start: int, end: int) -> bytes:
+        """Some bytes of the tensor."""
+        found = read_range(self.path, self.offset + start, self.offset + end)
+        if len(found) < end - start:
+            raise GShardError(f"{self.path} was cut short while it was read. Write it again.")
+        return found
 
 
 def refuse_dtypes(weights: Mapping[str, Weight], call: str) -> None:
@@ -122,33 +133,45 @@ def nbytes(tensor: Any) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
-def tensors_of(file: Path, call: str) -> dict[str, Stored]:
-    """The tensors of a file by name, after the safetensors library has checked the file."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError as error:
-        raise GShardError(
-            f"{call} reads with the safetensors library, which is not installed: "
-            "pip install 'gshard[export]'."
-        ) from error
+def tensors_of(file: Place, call: str) -> dict[str, Stored]:
+    """The tensors of a file by name, after checking its header as the safetensors library does."""
     if not file.is_file():
-        what = "is not a file" if file.exists() else "does not exist"
+        what = "is not a file" if isinstance(file, Path) and file.exists() else "does not exist"
         raise GShardError(f"{call}: {file} {what}. Pass the path of a safetensors file.")
     try:
-        with safe_open(file, framework="numpy"), file.open("rb") as data:
-            (length,) = _LENGTH.unpack(data.read(_LENGTH.size))
-            entries = json.loads(data.read(length))
-    except (SafetensorError, OSError) as error:
+        return _tensors(file)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise GShardError(
             f"{call}: {file} is not a safetensors file, or it was cut short or damaged: "
             f"{error}. Write or copy it again."
         ) from error
-    entries.pop(METADATA, None)
+
+
+def _tensors(file: Place) -> dict[str, Stored]:
+    """The tensors by a header; a `ValueError`, or the like, unless they fill the file."""
+    size = size_of(file)
+    first = read_range(file, 0, min(_FIRST, size))
+    length = int.from_bytes(first[: _LENGTH.size], "little")
     start = _LENGTH.size + length
-    return {
-        name: Stored(file, x["dtype"], tuple(x["shape"]), start + x["data_offsets"][0])
-        for name, x in entries.items()
-    }
+    if len(first) < _LENGTH.size or start > size or length > _HEADER:
+        raise ValueError(f"it has {size:,} bytes, and would have a header of {length:,}")
+    first += read_range(file, len(first), start)
+    entries = json.loads(first[_LENGTH.size : start])
+    entries.pop(METADATA, None)
+    found, end = dict[str, Stored](), 0
+    for (begin, after), name in sorted((x["data_offsets"], name) for name, x in entries.items()):
+        dtype, shape = entries[name]["dtype"], entries[name]["shape"]
+        known = DTYPES.get(dtype)  # newer libraries have more
+        fits = known is None or math.prod(shape) * known.itemsize == after - begin
+        whole = all(type(n) is int and n >= 0 for n in (begin, after - begin, *shape))
+        if begin != end or not fits or not whole:
+            where = f"at bytes {begin} to {after}, behind {end} bytes of others"
+            raise ValueError(f"{name} is {dtype}{shape} {where}")
+        found[name] = Stored(file, dtype, tuple(shape), start + begin, after - begin)
+        end = after
+    if start + end != size:
+        raise ValueError(f"it has {size:,} bytes, and its tensors end at {start + end:,}")
+    return {name: found[name] for name in entries}  # in the order of the header
 
 
 def row_major(x: np.ndarray) -> Iterator[memoryview]:

@@ -18,6 +18,7 @@ from gshard._util.durable import file_path
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.validation import flag
 from gshard.checkpoint.arrays import with_components
+from gshard.checkpoint.safetensors.fetched import Fetched
 from gshard.checkpoint.safetensors.folder import tensors_at
 from gshard.checkpoint.safetensors.format import (
     DTYPES,
@@ -28,6 +29,7 @@ from gshard.checkpoint.safetensors.format import (
 )
 from gshard.checkpoint.safetensors.name_map import NameMap, Piece
 from gshard.checkpoint.safetensors.name_maps import name_map_of
+from gshard.checkpoint.safetensors.place import Place, place_of
 from gshard.checkpoint.safetensors.tensors import (
     check_filled,
     chosen,
@@ -35,6 +37,7 @@ from gshard.checkpoint.safetensors.tensors import (
     pieces_by_rule,
     pieces_of,
 )
+from gshard.checkpoint.step_files import store_errors_explained
 from gshard.distributed.agree import run_on_all
 from gshard.sharding.host_arrays import full_on_host, plan_of
 from gshard.sharding.layout import Layout
@@ -73,7 +76,8 @@ def load_safetensors(
         `(model, optimizer)` pair. Its arrays are not changed or freed, unless it is a wrapped pair;
         the result shares those that are kept.
       path: the path of a file; of a folder with one model, in one file or in shards with an index
-        (`model.safetensors.index.json`); or of such an index.
+        (`model.safetensors.index.json`); or of such an index. Or its address in an object store
+        (`gs://...`, `s3://...`), of which only what is needed is read.
       name_map: the names and layouts of another program: `"gpt2"`, `"llama"`, `"gemma"`,
         `"gemma3"`, or a `gshard.NameMap`. None for gshard's own.
       only: a regular expression, or several: weights whose path contains a match are loaded and
@@ -89,8 +93,8 @@ def load_safetensors(
     Raises:
       GShardError: a file is missing, cut, damaged or not of this format; the folder has several
         models; weights of the state are missing in the file or it has others; a shape or, without
-        `cast`, a dtype differs; the map is unknown or has no rule for a weight; or the
-        `safetensors` library is not installed. With several processes every one raises.
+        `cast`, a dtype differs; the map is unknown or has no rule for a weight; or a store does
+        not answer. With several processes every one raises.
 
     Example:
       >>> mesh = gshard.make_mesh()
@@ -110,9 +114,10 @@ def load_safetensors(
         wrapped._gshard_settle()
     components = plan.kind.split(state)
 
+    @store_errors_explained()
     def read() -> Any:
         convert, names = flag("cast", cast), name_map_of(name_map, _CALL)
-        file = _file_at(path)
+        file = place_of(path, _CALL, _file_at)
         weights = weights_of(components, plan, _CALL)
         wanted = chosen(weights, only, _CALL)
         pieces = pieces_of(wanted, names, _CALL)
@@ -172,12 +177,12 @@ def _with_copies(components: Components, plan: Plan) -> Components:
     return components
 
 
-def _file_at(path: Any) -> Path:
+def _file_at(path: Any, call: str) -> Path:
     """The file or folder at a path, with links followed; an index keeps its own name.
 
     Hugging Face's cache has links to files without names. The shards are beside the link.
     """
-    target = file_path(path, _CALL)
+    target = file_path(path, call)
     own = Path(os.fsdecode(path)).expanduser().absolute()
     beside = own.name.endswith(".index.json") and not target.name.endswith(".index.json")
     return own if beside else target
@@ -215,16 +220,15 @@ def _equal(a: Stored, b: Stored) -> bool:
     """Whether two tensors have the same bits; a block at a time is read."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    x, y = (stored.view().reshape(-1).view(np.uint8) for stored in (a, b))
-    starts = range(0, x.size, _BLOCK)
-    return all(np.array_equal(x[i : i + _BLOCK], y[i : i + _BLOCK]) for i in starts)
+    blocks = [(i, min(i + _BLOCK, a.nbytes)) for i in range(0, a.nbytes, _BLOCK)]
+    return all(a.read(*block) == b.read(*block) for block in blocks)
 
 
 def _check_fit(
     found: Mapping[str, Stored],
     wanted: Mapping[str, Weight],
     pieces: Mapping[str, Sequence[Piece]],
-    file: Path,
+    file: Place,
     cast: bool,
     names: NameMap | None,
 ) -> None:
@@ -288,11 +292,11 @@ def _shard_weight(
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
         devices.setdefault(bounds, []).append(device)
-    shards = []
+    shards, fetched = [], dict[str, Fetched]()
     for bounds, same in devices.items():
         ends = zip(bounds, layout.shape, strict=True)
         inside = tuple(slice(min(a, n), min(b, n)) for (a, b), n in ends)
-        x = _padded(_read(pieces, found, inside, dtypes), bounds)
+        x = _padded(_read(pieces, found, fetched, inside, dtypes), bounds)
         for device in same:
             single = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             shards.append(jax.device_put(x, single, may_alias=False))
@@ -303,6 +307,7 @@ def _shard_weight(
 def _read(
     pieces: Sequence[Piece],
     found: Mapping[str, Stored],
+    fetched: dict[str, Fetched],
     index: tuple[slice, ...],
     dtypes: Sequence[Any],
 ) -> np.ndarray:
@@ -317,8 +322,14 @@ def _read(
         at = {x: i - inside[x].start for x, i in piece.at.items() if x in inside}
         if any(not 0 <= i < sized[x] for x, i in at.items()):
             continue
-        rest = tuple(s for x, s in inside.items() if x not in at)
-        part = piece.in_tensor(found[piece.name].view())[rest]
+        rest = (*(s for x, s in inside.items() if x not in at), ...)  # a view also of a number
+        stored = found[piece.name]
+        if isinstance(stored.path, Path):
+            part = piece.in_tensor(stored.view())[rest]
+        else:  # what another shard has read is not read again
+            if (tensor := fetched.get(piece.name)) is None:
+                tensor = fetched[piece.name] = Fetched(stored)
+            part = tensor.fill(piece.in_tensor(tensor.array)[rest])
         out[tuple(at.get(x, slice(None)) for x in inside)] = _converted(piece.name, part, dtypes)
     out = out.reshape([math.prod(sized[x] for x in group) for group in axes])
     whole = slice(None)

@@ -114,7 +114,7 @@ class Piece(NamedTuple):
     def _split(self, x: np.ndarray, axes: Axes) -> np.ndarray:
         names = _flat(axes)
         x = x.reshape([self.sizes[name] for name in names])
-        return x[tuple(self.at.get(name, slice(None)) for name in names)]
+        return x[(*(self.at.get(name, slice(None)) for name in names), ...)]
 
 
 def same_layout(name: str, shape: Sequence[int]) -> Piece:

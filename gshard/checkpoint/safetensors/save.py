@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from gshard._util.durable import NewFile, file_path
 from gshard._util.errors import GShardError, some
 from gshard._util.validation import shown
 from gshard._util.version import __version__
@@ -29,7 +28,9 @@ from gshard.checkpoint.safetensors.format import (
 )
 from gshard.checkpoint.safetensors.name_map import NameMap
 from gshard.checkpoint.safetensors.name_maps import name_map_of
+from gshard.checkpoint.safetensors.place import Place, new_file, place_of
 from gshard.checkpoint.safetensors.tensors import Group, Tensor, chosen, groups_of, pieces_of
+from gshard.checkpoint.step_files import store_errors_explained
 from gshard.distributed.agree import run_on_all
 from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.host_arrays import full_on_host, plan_of, stored_on_host
@@ -65,7 +66,8 @@ def save_safetensors(
       state: what `shard_train_state` or a step returned, at any level; for NNX the
         `(model, optimizer)` pair.
       path: the path of the file, in a folder that exists; with `max_shard_bytes` the path of a
-        folder that exists and has no weights yet.
+        folder that exists and has no weights yet. Or an address in an object store, such as
+        `gs://bucket/model.safetensors` or `s3://...`: it is uploaded while it is gathered.
       name_map: the names and layouts of another program: `"gpt2"`, `"llama"`, `"gemma"`,
         `"gemma3"`, or a `gshard.NameMap`. None for gshard's own.
       only: a regular expression, or several: only weights whose path contains a match are written,
@@ -79,8 +81,8 @@ def save_safetensors(
     Raises:
       GShardError: `shard_train_state` did not make the state, the format does not have a dtype, two
         weights have the same name, the map is unknown or has no rule for a weight, metadata are not
-        strings, the folder has weights, or the file system refuses. Then the path is unchanged, and
-        every process raises.
+        strings, the folder has weights, or the file system or the store refuses. Then the path
+        is unchanged, and every process raises.
 
     Example:
       >>> mesh = gshard.make_mesh()
@@ -97,9 +99,10 @@ def save_safetensors(
     several = plan.mesh.is_multi_process
     with contextlib.ExitStack() as stack:
 
+        @store_errors_explained()
         def begin() -> tuple[dict[str, Weight], list[Group], _Files | None]:
             check_now(plan)
-            target, most = file_path(path, _CALL), _limit(max_shard_bytes)
+            target, most = place_of(path, _CALL), _limit(max_shard_bytes)
             names = name_map_of(name_map, _CALL)
             components = plan.kind.split(state)
             weights = chosen(weights_of(components, plan, _CALL), only, _CALL)
@@ -124,13 +127,13 @@ class _Files:
     def __init__(
         self,
         stack: contextlib.ExitStack,
-        path: Path,
+        path: Place,
         most: float | None,
         groups: Sequence[Group],
         metadata: Mapping[str, str],
     ):
         shards = _split([x for group in groups for x in group.tensors], most or math.inf)
-        paths = [path]
+        self._paths = [path]
         if most is None and path.is_dir():
             raise GShardError(
                 f"{_CALL}: {path} is a folder. Choose another name for the file, or pass "
@@ -138,19 +141,23 @@ class _Files:
             )
         if most is not None:
             _check_folder(path)
-            paths = [path / name for name in shard_names(len(shards))]
-        headers = [header(shard, metadata) for shard in shards]
-        self._files = [stack.enter_context(NewFile(x, _CALL)) for x in paths]
-        self._of = dict[str, NewFile]()
-        for file, text, shard in zip(self._files, headers, shards, strict=True):
-            file.write(text)
-            self._of |= {tensor.name: file for tensor in shard}
+            self._paths = [path / name for name in shard_names(len(shards))]
+        starts = [header(shard, metadata) for shard in shards]
+        sizes = [sum(nbytes(x) for x in shard) for shard in shards]
         if len(shards) > 1:
-            listed = {x.name: path.name for path, s in zip(paths, shards, strict=True) for x in s}
-            size = sum(nbytes(x) for shard in shards for x in shard)
-            index = {"metadata": {"total_size": size}, "weight_map": listed}
-            self._files.append(stack.enter_context(NewFile(path / INDEX, _CALL)))
-            self._files[-1].write(json.dumps(index, indent=2).encode())
+            of_shards = zip(self._paths, shards, strict=True)
+            listed = {x.name: file.name for file, shard in of_shards for x in shard}
+            index = {"metadata": {"total_size": sum(sizes)}, "weight_map": listed}
+            starts.append(json.dumps(index, indent=2).encode())
+            sizes.append(0)
+            self._paths.append(path / INDEX)
+        self._files = []
+        for place, start, size in zip(self._paths, starts, sizes, strict=True):
+            file = stack.enter_context(new_file(place, len(start) + size, _CALL))
+            file.write(start)
+            self._files.append(file)
+        of_shards = zip(self._files, shards, strict=False)
+        self._of = {x.name: file for file, shard in of_shards for x in shard}
 
     def write(self, tensor: Tensor, x: np.ndarray) -> None:
         """Appends a tensor, in the order of the groups."""
@@ -158,9 +165,12 @@ class _Files:
             self._of[tensor.name].write(block)
 
     def commit(self) -> None:
-        """Gives the files their names, the index last."""
-        for file in self._files:
-            file.commit()
+        """Gives the files their names, the index last; if that fails, to none of a folder."""
+        with contextlib.ExitStack() as undo:
+            for file, path in zip(self._files, self._paths, strict=True):
+                file.commit()
+                undo.callback(path.unlink)  # shards without an index are of no use
+            undo.pop_all()
 
 
 def _limit(most: Any) -> float | None:
@@ -175,9 +185,9 @@ def _limit(most: Any) -> float | None:
     return number
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Place) -> None:
     """The files that a program reads from a folder must all be of one model."""
-    if not folder.is_dir():
+    if isinstance(folder, Path) and not folder.is_dir():
         raise GShardError(
             f"{_CALL}: with max_shard_bytes, {folder} must be a folder that exists: make it."
         )
@@ -201,6 +211,7 @@ def _split(tensors: Sequence[Tensor], most: float) -> list[list[Tensor]]:
     return shards
 
 
+@store_errors_explained()
 def _stream(
     weights: Mapping[str, Weight], groups: Sequence[Group], files: _Files | None, several: bool
 ) -> None:
@@ -223,6 +234,7 @@ def _stream(
         files.commit()
 
 
+@store_errors_explained()
 def _write(group: Group, gather: Callable[[str], np.ndarray], files: _Files | None) -> None:
     if files is None:
         for name in group.weights:

@@ -12,7 +12,7 @@ import pytest
 
 import gshard
 
-WHY = "needs the export extra: pip install 'gshard[export]'"
+WHY = "needs the test extra: pip install 'gshard[test]'"
 safetensors = pytest.importorskip("safetensors.numpy", reason=WHY)
 
 

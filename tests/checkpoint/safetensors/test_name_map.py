@@ -14,7 +14,7 @@ from gshard.checkpoint.safetensors.name_maps import KNOWN
 from gshard.models import gpt2, llama
 from tests.reference import flat
 
-WHY = "needs the export extra: pip install 'gshard[export]'"
+WHY = "needs the test extra: pip install 'gshard[test]'"
 safetensors = pytest.importorskip("safetensors.numpy", reason=WHY)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -24,7 +23,6 @@ from gshard.checkpoint.lease import Lease
 from gshard.checkpoint.open_store import open_step_or_store, open_store
 from gshard.checkpoint.step_files import run_parallel
 from gshard.checkpoint.step_info import StepInfo
-from tests.checkpoint.stores.failing_proxy import failing
 from tests.checkpoint.test_checkpoints import Training, assert_equal_bits
 from tests.checkpoint.test_processes import (
     AFTER,
@@ -342,19 +340,6 @@ def test_what_is_below_a_number_and_not_of_gshard_is_left_alone(address):
         checkpointer.save(2025, run.state)
     assert bucket.read("2024/photo.jpg") == b"x"
     assert gshard.Checkpointer(address).all_steps() == [2025]
-
-
-@pytest.fixture
-def through_proxy(server, address, monkeypatch):
-    """`through_proxy(fault)`: clients reach the server through a proxy that fails so."""
-
-    def start(fault):
-        url = stack.enter_context(failing(server.url, fault))
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, url if value == server.url else value)
-
-    with contextlib.ExitStack() as stack:
-        yield start
 
 
 @pytest.mark.parametrize("kind", quick(["500", "503", "slow", "closed"], ["503"]))
