@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import gshard
 
@@ -64,7 +63,7 @@ def main() -> None:
     parser.add_argument(
         "--pause", type=float, default=0.0, help="seconds after a step, to watch it"
     )
-    parser.add_argument("--output", type=Path, default=Path("output"), help="checkpoints")
+    parser.add_argument("--output", default="output", help="a folder for checkpoints, or gs://...")
     args = parser.parse_args()
 
     if EXAMPLES % jax.device_count():

@@ -19,9 +19,10 @@ from tests.hosts import NoHostsError, until
 from tests.processes import FAST_COMPILATION, clean_environment
 
 ROOT = Path(__file__).parents[1]
-SLURM = ROOT / "examples" / "cluster" / "slurm.sh"
-RAY = ROOT / "examples" / "cluster" / "ray_train.py"
-KUBERNETES = ROOT / "examples" / "cluster" / "kubernetes.yaml"
+CLUSTER = ROOT / "examples" / "cluster"
+SLURM = CLUSTER / "slurm.sh"
+RAY = CLUSTER / "ray_train.py"
+KUBERNETES = CLUSTER / "kubernetes.yaml"
 JOB_ID, MANY, LIMIT = 4711, 100_000, 240
 DEVICES = "--xla_force_host_platform_device_count=2"
 
@@ -217,6 +218,52 @@ def test_srun_alone(cluster):
     script, log = start("srun", sys.executable, "examples/train.py", "--steps", 10)
     assert script.wait(LIMIT) == 0, log.read_text()
     assert "from step 0, 2 devices, 2 processes" in log.read_text()
+
+
+# ---- JobSet and SkyPilot -------------------------------------------------------------------------
+
+
+def test_the_pods_of_a_job_set_are_the_machines_of_a_job(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    job_set = yaml.safe_load((CLUSTER / "jobset.yaml").read_text())
+    name, (job,) = job_set["metadata"]["name"], job_set["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
+    for index in range(spec["completions"]):
+        words = [w.replace("$(JOB_COMPLETION_INDEX)", str(index)) for w in container["command"]]
+        asked = request(words[2:])
+        assert (asked.rank, asked.nnodes) == (index, spec["completions"])
+        # JobSet names a pod JOBSET-JOB-REPLICA-INDEX, in the domain of the JobSet.
+        assert asked.master is not None
+        assert asked.master.host == f"{name}-{job['name']}-0-0.{name}"
+        assert asked.grace < pod["terminationGracePeriodSeconds"]
+    mounts = {x["name"] for x in container["volumeMounts"]}
+    assert mounts == {x["name"] for x in pod["volumes"]}
+    assert [r["onExitCodes"]["values"] for r in spec["podFailurePolicy"]["rules"][:1]] == [[75]]
+
+
+def test_every_machine_of_skypilot_starts_a_launcher(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    task = yaml.safe_load((CLUSTER / "sky.yaml").read_text())
+    for rank in range(task["num_nodes"]):
+        variables = {
+            "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+            "SKYPILOT_NODE_RANK": str(rank),
+            "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8",
+        }
+        said = subprocess.run(
+            ["bash", "-euc", f"gshard() {{ printf '%s\\n' \"$@\"; }}\n{task['run']}"],
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        command, *words = said.stdout.splitlines()
+        asked = request(words)
+        assert command == "launch" and str(asked.master) == "10.0.0.7:29500"
+        assert (asked.rank, asked.nnodes, asked.max_restarts) == (rank, 2, 3)
 
 
 # ---- Ray -----------------------------------------------------------------------------------------
