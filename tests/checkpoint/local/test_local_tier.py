@@ -187,6 +187,9 @@ def test_the_newest_of_both_is_restored(folders):
     restored = checkpointer.restore(like=run.state)
     assert (restored.step, restored.source) == (6, str(folders["directory"]))
     assert checkpointer.restore(5, like=run.state).metadata == {"m": 5}
+    checkpointer.save(7, run.state)
+    restored = checkpointer.restore(like=run.state)
+    assert (restored.step, restored.source) == (7, str(folders["local"]))
 
 
 def test_a_flipped_bit_is_seen_and_an_older_step_restored(folders):
