@@ -3,9 +3,9 @@
     python examples/cluster/ray_train.py --workers 2 examples/train.py --steps 200 --output output
 
 The script joins its processes with `gshard.distributed.initialize()` and resumes from its newest
-checkpoint, as it does under `gshard launch`; nothing in it is about Ray. With `--gpus` each worker
-has so many GPUs. Ray's own `jax.distributed.initialize` is not used: gshard's says who is missing,
-and ends what hangs.
+checkpoint, as it does under `gshard launch`; nothing in it is about Ray. `--gpus N` gives each
+worker N GPUs. Ray's own `jax.distributed.initialize` is not used: gshard's says which process is
+missing, and ends a job that hangs.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def main() -> None:
     parser.add_argument("--max_failures", type=int, default=3, help="after which Ray gives up")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the script and its arguments")
     asked = parser.parse_args()
+    if not asked.command:
+        parser.error("name the script, such as examples/train.py")
     script, *arguments = asked.command
     trainer = JaxTrainer(
         run_script,

@@ -67,6 +67,10 @@ class BackgroundSave:
         if self._thread.ident is not None:
             self.join()
 
+    def is_done(self) -> bool:
+        """Whether this process has nothing more to do for the step."""
+        return self._commit.done()
+
     def join(self) -> None:
         """Waits until the thread ends, successful or not."""
         self._commit.exception()
@@ -103,6 +107,7 @@ class BackgroundSave:
                 print(f"gshard: step {self.draft.step} was not saved: {error}", file=sys.stderr)
         finally:
             _running.discard(self)
+            self.finish = bool  # it refers to the copies of the arrays
 
     def _all_files_written(self) -> bool:
         """Waits for the manifests of all processes; False if another process failed."""

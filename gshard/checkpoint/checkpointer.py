@@ -26,10 +26,12 @@ from gshard.checkpoint.local.tier import LocalTier
 from gshard.checkpoint.open_store import open_store
 from gshard.checkpoint.restore import Restored, Tier, restore
 from gshard.checkpoint.retention import RetentionPolicy
+from gshard.checkpoint.rhythm import Rhythm
 from gshard.checkpoint.save import Contents, SaveFailedError, StepWriter
 from gshard.checkpoint.step_files import StepFiles, store_errors_explained
 from gshard.checkpoint.step_info import StepInfo, as_metadata, existing_step
-from gshard.distributed.agree import run_on_all
+from gshard.checkpoint.undamaged import steps_everywhere
+from gshard.distributed.agree import all_gather_text, run_on_all
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE, was_preempted
 from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.host_arrays import plan_of
@@ -107,12 +109,9 @@ class Checkpointer:
         if on_failure not in ("raise", "warn"):
             raise GShardError(f"on_failure={shown(on_failure)} must be 'raise' or 'warn'.")
         self._warns = on_failure == "warn"
-        self._every, self._local_every = _rhythm(every, local, local_every)
+        self._rhythm = Rhythm(every, local, local_every)
         self._writer = StepWriter(self._store, self._retention)
-        self._local = None
-        if local is not None:
-            rhythm = f"Checkpointer(every={every}, local_every={local_every})"
-            self._local = LocalTier(local, str(self._store), rhythm)
+        self._local = None if local is None else LocalTier(local, self._store, str(self._rhythm))
         self._elsewhere: str | None = None  # where the last state is that `save` was given
         self._closed = False
         # One thread at a time: a save that begins removes what it takes for debris.
@@ -177,8 +176,8 @@ class Checkpointer:
             of each process.
           metadata: facts about the step: numbers, strings, lists and dictionaries of these. The
             first process's metadata is written.
-          force: True writes the step into the directory whatever its number is, for the last one.
-            After `gshard.distributed.preempted` or `until_preempted` has told to stop, all are.
+          force: True writes the step into the directory whatever its number, such as the last one.
+            Once `gshard.distributed.preempted` has told the job to stop, every save does.
 
         Raises:
           SaveFailedError: this step, or the one before, could not be written. Earlier steps are
@@ -198,30 +197,55 @@ class Checkpointer:
             self._retention.check(table)
             return Contents(StepInfo.of(number, infos, plan, table), arrays, data)
 
-        writer = self._writer_of(step, flag("force", force))
+        self._refuse_closed()
+        writer, elsewhere = self._writer_of(step, flag("force", force))
         if writer is None:
+            self._elsewhere = elsewhere
             return
 
         def begin() -> None:
             writer.begin(contents, lambda: compare_losses(plan_of(state, "save")))
+            self._elsewhere = elsewhere
+            if writer is self._writer and self._local is not None:
+                self._local.directory_has(check_integer("step", step, 0))
             if not self._asynchronous:
                 writer.wait()
 
         with self._in_use, spending("checkpoint"):
-            self._run(writer, writer.wait)
+            self._await(writer)
             self._run(writer, begin)
 
-    def _writer_of(self, step: Any, force: bool) -> StepWriter | None:
-        """Who writes a step of this number; None for nobody."""
-        every, local = self._every, self._local_every
-        is_number = hasattr(step, "__index__") and not isinstance(step, bool)
-        if not is_number or force or step % every == 0 or was_preempted():
-            self._elsewhere = None
-            return self._writer
-        kept = self._local if local and step % local == 0 else None
-        where = "nowhere" if kept is None else f"in {kept.store} alone"
-        self._elsewhere = f"step {step} is saved {where}"
-        return kept
+    def _writer_of(self, step: Any, force: bool) -> tuple[StepWriter | None, str | None]:
+        """Who writes a step of this number, and where it is if not in the directory."""
+        try:
+            number = check_integer("step", step, 0)
+        except GShardError:  # raised by the writer, on all processes
+            return self._writer, None
+        missed = self._rhythm.missed(number)
+        if force or self._rhythm.is_of_directory(number) or was_preempted():
+            return self._writer, None
+        if missed is not None:
+            warn(
+                f"save was not called for step {missed}, but before it and for {number}, so "
+                f"{self._store} does not get that step (every={self._rhythm.every}). Call save "
+                "after each step: it ignores those that are not to be saved."
+            )
+        if self._local is None or not self._rhythm.is_local(number):
+            return None, f"step, {number}, was not saved"
+        return self._local, f"step, {number}, is in {self._local.store} alone"
+
+    def _await(self, writer: StepWriter) -> None:
+        """Waits for the writer's last save; a save of the directory that is done is looked at."""
+        if writer is not self._writer and self._writer.saving is not None:
+            told = all_gather_text(str(self._writer.saving.is_done()), what="save")
+            if {*told.values()} == {"True"}:
+                self._run(self._writer, self._wait_for_directory)
+        self._run(writer, self._wait_for_directory if writer is self._writer else writer.wait)
+
+    def _wait_for_directory(self) -> None:
+        self._writer.wait()
+        if self._local is not None and self._writer.last_step is not None:
+            self._local.after = max(self._local.after, self._writer.last_step)
 
     def wait(self) -> None:
         """Waits until the last save is complete and on the disk.
@@ -232,10 +256,11 @@ class Checkpointer:
         """
         with self._in_use, spending("checkpoint"):
             for writer in self._writers():
-                self._run(writer, writer.wait)
+                self._await(writer)
 
     def _writers(self) -> list[StepWriter]:
-        return [self._writer] if self._local is None else [self._local, self._writer]
+        """The first is preferred where both have a step."""
+        return [self._writer] if self._local is None else [self._writer, self._local]
 
     def delete(self, step: int) -> None:
         """Deletes a step: at once for readers, then file by file.
@@ -252,6 +277,8 @@ class Checkpointer:
             self.wait()
             call = f"delete(step={shown(step)})"
             self._writer.delete(run_on_all(prepare, call=call, what=lambda: call))
+            if self._local is not None:
+                self._local.after = max(steps_everywhere(self._store), default=-1)
 
     @overload
     def restore(
@@ -315,6 +342,9 @@ class Checkpointer:
                 readers = [stack.enter_context(x.reader(verify)) for x in self._writers()]
                 tiers = [*map(Tier, self._writers(), readers)]
                 found = restore(tiers, asked, state, plan, cast)
+            if self._local is not None:
+                self._local.forget(lambda own: own > found.step)
+            self._rhythm.begin_anew()
             forget_checks(plan)
             events.restored(found.step, time.monotonic() - began)
             return found
@@ -327,8 +357,8 @@ class Checkpointer:
                 self._run(writer, writer.close)
             if self._elsewhere is not None:
                 warn(
-                    f"the last {self._elsewhere}, and not in {self._store}. Save the last state "
-                    "with save(step, state, force=True)."
+                    f"the last {self._elsewhere}, so that {self._store} has an older state. Save "
+                    "the last one with save(step, state, force=True)."
                 )
                 self._elsewhere = None
 
@@ -347,7 +377,7 @@ class Checkpointer:
 
     def _step(self, step: int | None) -> StepFiles:
         """The files of a step, by default the newest."""
-        if step is None and (step := self.latest_step()) is None:
+        if step is None and (step := max(self.all_steps(), default=None)) is None:
             raise GShardError(f"{self._store} holds no checkpoint.")
         return self._store.step(existing_step(self._store, step, self.all_steps()))
 
@@ -368,23 +398,3 @@ class Checkpointer:
             if not self._warns and writer is self._writer:
                 raise
             warn(str(error))
-
-
-def _rhythm(every: Any, local: Any, local_every: Any) -> tuple[int, int | None]:
-    """How often a step is saved in the directory, and in the local folders."""
-    for name, value in (("every", every), ("local_every", local_every)):
-        if value is not None:
-            check_integer(name, value, 1, " of steps")
-    if local is None and local_every is not None:
-        raise GShardError(f"local_every={shown(local_every)} needs local=, a folder.")
-    if local is not None and None in (every, local_every):
-        raise GShardError(
-            "local= needs every= and local_every=, after how many steps to save in the directory "
-            "and in the local folder, such as every=1000 and local_every=50."
-        )
-    if local is not None and every <= local_every:
-        raise GShardError(
-            f"local_every={local_every} must be less than every={every}: the local folder keeps "
-            "steps between those of the directory."
-        )
-    return every or 1, local_every

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 from gshard._util.errors import GShardError
-from gshard._util.validation import shown
 from gshard.checkpoint.bucket import SCHEMES
 from gshard.checkpoint.disk import Disk, as_directory
 from gshard.checkpoint.object_store import ObjectStore
@@ -37,7 +36,7 @@ def resolve(given: Any, argument: str) -> tuple[Any, bool]:
         return rest, False
     if slashes == "/" and scheme in SCHEMES:
         raise GShardError(
-            f"{argument}={shown(given)} lacks a slash, which pathlib removes. Pass the address as "
+            f"{argument}={text} lacks a slash, which pathlib removes. Pass the address as "
             f"a string: {scheme}://{rest}"
         )
     if slashes == "/":

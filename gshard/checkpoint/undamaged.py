@@ -52,7 +52,10 @@ def find_undamaged(sources: Sequence[Source], asked: int | None) -> tuple[int, i
             raise GShardError(
                 f"step {asked} was deleted from {sources[i].store} while it was read."
             )
-    store = sources[-1].store
+    if asked is not None and not bad and len(sources) > 1:
+        places = " and from ".join(str(x.store) for x in sources)
+        raise GShardError(f"restore: step {asked} is gone from {places}.")
+    store = sources[0].store
     if not bad:
         raise GShardError(f"restore: {store} {store.why_empty()}")
     fix = (

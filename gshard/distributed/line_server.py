@@ -111,8 +111,12 @@ class LineServer(ABC):
     def tell(self, line: bytes, *peers: Peer) -> None:
         """Sends a line to some, or to all that have said who they are."""
         for peer in peers or [*self.peers]:
-            with contextlib.suppress(OSError):  # it has left, as the next read says
+            try:
                 peer.connection.sendall(line)
+            except BlockingIOError:  # it does not read, and may have half of the line
+                self.drop(peer)
+            except OSError:  # it has left, as the next read says
+                pass
 
     def answer(self, line: bytes) -> None:
         """Sends a last line, and waits for all to close: who closes first blocks its port a minute.

@@ -66,9 +66,9 @@ def check_batch_size(machines: Machines) -> None:
     if not machines.fitting:
         each = machines.devices
         raise GShardError(
-            f"--batch_size {machines.batch_size} examples are divided by no number of machines of "
-            f"--nnodes {machines}, each of {each} devices. Make it a multiple of "
-            f"{machines.least * each} examples, for {machines.least} machines."
+            f"no number of machines in --nnodes {machines}, of {each} devices each, divides "
+            f"--batch_size {machines.batch_size}. Make it a multiple of {machines.least * each}, "
+            f"for {machines.least} machines."
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 def line_of(message: dict[str, Any]) -> bytes:
     """A message as it is sent."""
-    return json.dumps(message).encode() + b"\n"
+    return json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
 def send(writer: asyncio.StreamWriter, line: bytes) -> None:

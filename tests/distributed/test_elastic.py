@@ -17,7 +17,11 @@ import pytest
 import gshard
 from gshard.distributed.launch.cli import request
 from gshard.distributed.launch.elastic import run_elastic
+from gshard.distributed.launch.machine import LONGEST_ERROR, Report
+from gshard.distributed.launch.restarts import Failure
+from gshard.distributed.line_server import LONGEST
 from gshard.distributed.machines import Machines, parse_machines
+from gshard.distributed.messages import line_of
 from gshard.distributed.rendezvous import address, listen
 from tests import hosts as namespaces
 from tests import reference
@@ -51,6 +55,13 @@ def test_the_most_machines_that_divide_the_batch():
     assert machines._replace(batch_size=None).of(5) == 5
     assert parse_machines("2:4") == Machines(2, 4)
     assert parse_machines("4") == 4
+
+
+def test_the_report_of_a_machine_fits_a_line_whatever_the_error_says():
+    """A longer line would be taken for that of another program, and the machine for lost."""
+    failure = Failure(0, "\U0001f600" * LONGEST_ERROR, 10**6, (10**6, 10**6))
+    line = line_of({"ended": Report(1, True, False, False, failure)})
+    assert len(line) < LONGEST and json.loads(line)["ended"][4][1] == failure.error
 
 
 def test_what_an_elastic_job_has_by_default(tmp_path):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 
@@ -15,36 +15,71 @@ from gshard.checkpoint.undamaged import steps_everywhere
 from gshard.distributed.agree import all_gather_text, run_on_all
 
 
-def incomplete_steps(store: LocalStore) -> dict[int, str]:
-    """Why each step cannot be restored of which some machine has a part, or an empty string.
+class Save(NamedTuple):
+    """The save of a step that the machines have most of, the newest if there are several.
 
-    All processes must call it, and have the same result.
+    Attributes:
+      token: that of its parts.
+      parts: those on this machine.
+      first: the first process that has a part.
+      noted: what that part notes.
+      is_whole: whether all parts that were written are there.
     """
-    return {step: _what_is_missing(store, step) for step in steps_everywhere(store)}
+
+    token: str
+    parts: list[Index]
+    first: int
+    noted: Mapping[str, Any]
+    is_whole: bool
 
 
-def _what_is_missing(store: LocalStore, step: int) -> str:
-    call = f"local step {step}"
-    parts = run_on_all(lambda: [*store.parts(step)], call=call)
-    own = [[part.noted["token"], part.noted["rank"]] for part in parts]
+def find_save(store: LocalStore, step: int, call: str) -> Save | None:
+    """The save of a step to read, the same on all processes; None if no part can be read."""
+    parts = run_on_all(lambda: store.parts(step), call=call)
+    own = [[x.noted["token"], x.noted["rank"], x.noted["at"], x.noted["of"]] for x in parts]
     told = all_gather_text(json.dumps(own), what=call)
-    found = {(token, rank) for text in told.values() for token, rank in json.loads(text)}
-    if not found:
-        return "no part of it can be read"
-    if len({token for token, _ in found}) > 1:
-        return "its parts are of several saves"
-    first = min(rank for rank, text in told.items() if text != "[]")
-    mine = parts[0].noted["info"] if first == jax.process_index() else ""
-    info = json.loads(all_gather_text(mine, what=call)[first])
-    if len(found) == info["processes"]:
-        return ""
-    lost = _lost(parts, info["arrays"], call)  # replicas may have all that is missing
-    return f"no machine has all of {some(lost)}" if lost else ""
+    ranks: dict[str, set[int]] = {}
+    of_token: dict[str, tuple[bool, float]] = {}
+    holders: dict[str, int] = {}
+    for holder, text in sorted(told.items()):
+        for token, rank, at, count in json.loads(text):
+            ranks.setdefault(token, set()).add(rank)
+            of_token[token] = len(ranks[token]) == count, at
+            holders.setdefault(token, holder)
+    if not of_token:
+        return None
+    token = max(of_token, key=lambda x: of_token[x])
+    mine = [x for x in parts if x.noted["token"] == token]
+    first = holders[token]
+    own_noted = json.dumps(mine[0].noted) if first == jax.process_index() else ""
+    noted = json.loads(all_gather_text(own_noted, what=call)[first])
+    return Save(token, mine, first, noted, of_token[token][0])
 
 
-def _lost(parts: Iterable[Index], arrays: Mapping[str, Any], call: str) -> list[str]:
-    """The arrays that have an entry that is on no machine."""
-    own = sorted(key for part in parts for key in part.shards)
+def local_steps(store: LocalStore, newest: int) -> tuple[dict[int, Save], dict[int, str]]:
+    """The steps that the machines have together, and why others cannot be restored.
+
+    All processes must call it, and have the same steps. `newest` is that of the directory, or -1.
+    """
+    complete: dict[int, Save] = {}
+    others: dict[int, str] = {}
+    for step in steps_everywhere(store):
+        call = f"local step {step}"
+        if (save := find_save(store, step, call)) is None:
+            others[step] = "no part of it can be read"
+        elif save.noted["after"] > newest:
+            others[step] = f"it follows step {save.noted['after']} of {store.run}, which is gone"
+        elif not save.is_whole and (lost := _lost(save, call)):
+            others[step] = f"no machine has all of {some(lost)}"
+        else:
+            complete[step] = save
+    return complete, others
+
+
+def _lost(save: Save, call: str) -> list[str]:
+    """The arrays that have an entry that is on no machine; replicas may have all."""
+    arrays: dict[str, Any] = json.loads(save.noted["info"])["arrays"]
+    own = sorted(key for part in save.parts for key in part.shards)
     told = all_gather_text(json.dumps(own), what=call)
     by_path: dict[str, set[Key]] = {path: set() for path in arrays}
     for text in told.values():

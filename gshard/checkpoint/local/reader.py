@@ -22,6 +22,7 @@ from gshard._util.durable import write_file
 from gshard._util.scratch import scratch_folder
 from gshard.checkpoint.checksums import Damage
 from gshard.checkpoint.data_state import data_state_name
+from gshard.checkpoint.local.complete import find_save
 from gshard.checkpoint.local.shards import (
     SHARDS,
     Index,
@@ -52,16 +53,10 @@ class LocalReader:
     def damages(self, step: int, wants: Wants) -> list[Damage]:
         """What no machine has of a step, the same on every process; `read` has the rest."""
         call = f"restore of step {step}"
-        parts = run_on_all(lambda: [*self._store.parts(step)], call=call)
-        tokens = sorted({part.noted["token"] for part in parts})
-        told = all_gather_text(json.dumps(tokens), what=call)
-        every = {token for text in told.values() for token in json.loads(text)}
-        if len(every) != 1:
-            return [Damage(SHARDS, "are of several saves" if every else "are on no machine")]
-        first = min(rank for rank, text in told.items() if text != "[]")
-        own = json.dumps(parts[0].noted) if first == jax.process_index() else ""
-        noted = json.loads(all_gather_text(own, what=call)[first])
-        found = run_on_all(lambda: self._look(step, parts, noted, wants), call=call)
+        save = find_save(self._store, step, call)
+        if save is None:
+            return [Damage(SHARDS, "are on no machine")]
+        found = run_on_all(lambda: self._look(step, save.parts, save.noted, wants), call=call)
         return self._exchange(found, call)
 
     def _look(
@@ -99,7 +94,7 @@ class LocalReader:
             for path, bounds, dtype in json.loads(text):
                 sources.setdefault(key_of(path, bounds), (rank, dtype))
         if lost := [key.path for key in lacking if not covered(key, sources)]:
-            return [Damage(SHARDS, "are on no machine", tuple(dict.fromkeys(lost)))]
+            return [Damage(SHARDS, "are on no machine any more", tuple(dict.fromkeys(lost)))]
         everyone = Mesh(np.array(jax.devices()), ("all",))
         for key, (rank, dtype) in sources.items():
             sends = rank == jax.process_index()

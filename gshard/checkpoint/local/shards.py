@@ -94,21 +94,26 @@ def bounds_of(index: Sequence[slice] | None, shape: tuple[int, ...]) -> Bounds:
     return tuple(part.indices(size)[:2] for part, size in zip(whole, shape, strict=True))
 
 
-def copy_to_host(arrays: Mapping[str, jax.Array], left_out: set[Key]) -> dict[Key, np.ndarray]:
-    """Each shard of this process once, in the host's memory, without those in `left_out`.
-
-    On a CPU a shard is there already. While somebody refers to it, JAX copies it rather than
-    donate it, so what comes after cannot change it.
-    """
+def own_shards(arrays: Mapping[str, jax.Array], left_out: set[Key]) -> dict[Key, jax.Array]:
+    """Each shard of this process once, on a device, without those in `left_out`."""
     held: dict[Key, jax.Array] = {}
     for path, x in arrays.items():
         keys = keys_of(path, x)
         for part in x.addressable_shards:
             if (key := keys[part.device]) not in left_out and key not in held:
                 held[key] = part.data
-    for data in held.values():
-        data.copy_to_host_async()
-    return {key: np.asarray(data) for key, data in held.items()}
+    return held
+
+
+def copy_to_host(shards: Mapping[Key, jax.Array]) -> dict[Key, np.ndarray]:
+    """The shards in the host's memory.
+
+    On a CPU they are there already. While somebody refers to a shard, JAX copies it rather than
+    donate it, so what comes after cannot change it.
+    """
+    for x in shards.values():
+        x.copy_to_host_async()
+    return {key: np.asarray(x) for key, x in shards.items()}
 
 
 def write_shards(folder: Path, shards: Mapping[Key, np.ndarray], noted: Mapping[str, Any]) -> None:

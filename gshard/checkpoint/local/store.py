@@ -7,10 +7,11 @@ out when it is read. Parts of one save have one token, so those of two saves are
 
 from __future__ import annotations
 
-import json
+import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -18,9 +19,9 @@ from typing import Any
 
 import jax
 
-from gshard._util.durable import make_folder
-from gshard._util.errors import GShardError
-from gshard.checkpoint.disk import Disk, DiskDraft, as_directory
+from gshard._util.durable import make_folder, remove_folder
+from gshard._util.errors import GShardError, some
+from gshard.checkpoint.disk import DELETED, Disk, DiskDraft, as_directory
 from gshard.checkpoint.local.shards import (
     INDEX,
     Bounds,
@@ -28,15 +29,20 @@ from gshard.checkpoint.local.shards import (
     Key,
     bounds_of,
     copy_to_host,
+    own_shards,
     read_index,
     write_shards,
 )
 from gshard.checkpoint.manifest import process_manifest
+from gshard.checkpoint.open_store import resolve
+from gshard.checkpoint.step_files import why
 from gshard.checkpoint.step_info import STEP, StepInfo
 from gshard.distributed.agree import all_gather_text, run_on_all
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _CALL = "Checkpointer(local=...)"
+_MARK = "machine"  # the file that makes a folder one of gshard's
+_PROCESS = re.compile(r"process-(\d+)")  # the folder of a process
 
 
 class LocalStore(Disk):
@@ -48,50 +54,49 @@ class LocalStore(Disk):
       rhythm: how often steps are saved, which must be the same on all processes.
 
     Raises:
-      GShardError: the folder holds steps of another run, or is shared by several machines.
+      GShardError: the folder holds steps of another run or other files, or several machines see it.
     """
 
     is_shared = False
 
     def __init__(self, folder: Path, run: str, rhythm: str):
         self.machine, self.run = folder, run
-        own = run_on_all(lambda: _machine(folder, run), call=_CALL, what=lambda: rhythm)
-        self._machines = all_gather_text(own, what=_CALL)  # by rank
-        rank = jax.process_index()
-        self._here = [r for r, machine in sorted(self._machines.items()) if machine == own]
-        self._place = self._here.index(rank)
-        super().__init__(folder / str(self._place))
+        boot, token = run_on_all(lambda: _machine(folder, run), call=_CALL, what=lambda: rhythm)
+        own = f"{boot} {token}"
+        machines = all_gather_text(own, what=_CALL)  # by rank
+        same = {machine for machine in machines.values() if machine.endswith(f" {token}")}
+        run_on_all(lambda: _refuse_shared(folder, same), call=_CALL)
+        self._here = [r for r, machine in sorted(machines.items()) if machine == own]
+        self._place = self._here.index(jax.process_index())
+        super().__init__(folder / f"process-{self._place}")
         drawn = all_gather_text(secrets.token_hex(8), what=_CALL)
         self._session, self._saves = drawn[min(drawn)], 0
-        run_on_all(lambda: self._note(own), call=_CALL)
-        run_on_all(lambda: self._check_note(own), call=_CALL)
 
     def __str__(self) -> str:
         return str(self.machine)
-
-    def _note(self, own: str) -> None:
-        """Writes which machine this is, for other machines that see the folder to find."""
-        if self._place == 0:
-            (self.machine / "machine").write_text(json.dumps([own, self.run]))
-
-    def _check_note(self, own: str) -> None:
-        if json.loads((self.machine / "machine").read_text())[0] != own:
-            raise GShardError(
-                f"local={str(self.machine)!r} is one folder of several machines. Choose a folder "
-                "that each has of its own, in memory (/dev/shm) or on its own disk."
-            )
 
     def why_empty(self) -> str:
         """Ends the sentence "<address> ..." about a machine without steps."""
         return "holds no step."
 
     def open_for_writing(self) -> None:
-        """Locks this process's folder, and removes debris and folders of processes of before."""
+        """Locks this process's folder, and removes what a killed save left there."""
+        if not (self.machine / _MARK).exists():  # somebody has deleted the folder
+            _machine(self.machine, self.run)
         super().open_for_writing()
+
+    def drop(self, steps: Callable[[int], bool]) -> None:
+        """Deletes some steps of this process, and of processes that the machine has no more."""
+        folders = [self.directory]
         if self._place == 0:
-            for folder in _of_processes(self.machine):
-                if int(folder.name) >= len(self._here):
-                    shutil.rmtree(folder, ignore_errors=True)
+            known = {f"process-{i}" for i in range(len(self._here))}
+            folders += [x for x in _of_processes(self.machine) if x.name not in known]
+        for folder in folders:
+            for step in [int(x.name) for x in _steps_in(folder)]:
+                if steps(step):
+                    remove_folder(folder / str(step), folder / f"{step}{DELETED}")
+            if folder != self.directory and not any(_steps_in(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _written_last(self, name: str) -> list[Path]:
         return [self.directory / name / INDEX]
@@ -99,19 +104,24 @@ class LocalStore(Disk):
     def draft(self, step: int, attempt: int) -> LocalDraft:
         """A draft of this process's part of a step."""
         path = super().draft(step, attempt).folder
-        return LocalDraft(path, step, f"{self._session}-{self._saves}", self._others_keep)
+        noted = {"token": f"{self._session}-{self._saves}", "run": self.run}
+        return LocalDraft(path, step, noted, self.others_keep)
 
     def next_save(self) -> None:
         """Another token from now on; called before each save, on every process."""
         self._saves += 1
 
-    def parts(self, step: int) -> Iterator[Index]:
+    def parts(self, step: int) -> list[Index]:
         """What the processes of this machine have of a step, as far as it can be read."""
+        found = []
         for folder in _of_processes(self.machine):
             with suppress(OSError, ValueError, KeyError, TypeError):  # it counts as lost
-                yield read_index(folder / str(step))
+                index = read_index(folder / str(step))
+                if index.noted["run"] == self.run:
+                    found.append(index)
+        return found
 
-    def _others_keep(self, arrays: Mapping[str, jax.Array]) -> set[Key]:
+    def others_keep(self, arrays: Mapping[str, jax.Array]) -> set[Key]:
         """The shards of this process that an earlier one of this machine writes."""
         before = frozenset(r for r in self._here if r < jax.process_index())
         found: set[Key] = set()
@@ -127,11 +137,11 @@ class LocalDraft(DiskDraft):
         self,
         folder: Path,
         step: int,
-        token: str,
+        noted: Mapping[str, Any],
         others_keep: Callable[[Mapping[str, jax.Array]], set[Key]],
     ):
         super().__init__(folder, step)
-        self._token, self._others_keep = token, others_keep
+        self._noted, self._others_keep = noted, others_keep
 
     def make(self, info: StepInfo) -> None:
         """Makes the folder."""
@@ -139,8 +149,8 @@ class LocalDraft(DiskDraft):
 
     def begin(self, arrays: Mapping[str, jax.Array], data: Any) -> Callable[[], object]:
         """Copies the shards of this process to the host; `data` is noted beside them."""
-        shards = copy_to_host(arrays, self._others_keep(arrays))
-        noted = {"token": self._token, "rank": jax.process_index(), **data}
+        shards = copy_to_host(own_shards(arrays, self._others_keep(arrays)))
+        noted = {"rank": jax.process_index(), **self._noted, **data}
         return lambda: write_shards(self.folder, shards, noted)
 
     def written_manifests(self) -> set[str]:
@@ -155,40 +165,71 @@ class LocalDraft(DiskDraft):
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def local_folder(path: Any) -> Path:
-    """The folder of this machine that a user names."""
-    if isinstance(path, str) and "://" in path and not path.startswith("file://"):
+def local_folder(given: Any, directory: Path | str) -> Path:
+    """The folder of this machine that a user names, apart from the run's directory."""
+    path, in_store = resolve(given, "local")
+    if in_store:
         raise GShardError(f"local={path!r} is an address. Choose a folder of each machine.")
     try:
-        return as_directory(path)
+        folder = as_directory(path)
     except GShardError as error:
         raise GShardError(str(error).replace("directory=", "local=")) from error
+    if isinstance(directory, Path):
+        if folder.is_relative_to(directory) or directory.is_relative_to(folder):
+            raise GShardError(
+                f"local={str(folder)!r} and the directory {directory} are inside each other. "
+                "Choose a folder of the machine's own, in memory (/dev/shm) or on its own disk."
+            )
+    return folder
 
 
-def _machine(folder: Path, run: str) -> str:
-    """What tells this machine's folder from that of any other."""
-    if not folder.exists():
-        make_folder(folder)
-        folder.chmod(0o700)  # /dev/shm belongs to all users of a machine
-    other = run
-    with suppress(OSError, ValueError):
-        other = json.loads((folder / "machine").read_text())[1]
-    if other != run and any(_steps_in(folder)):
+def _machine(folder: Path, run: str) -> tuple[str, str]:
+    """What tells this machine from any other, and its folder from any other."""
+    try:
+        if not folder.exists():
+            make_folder(folder)
+            folder.chmod(0o700)  # /dev/shm belongs to all users of a machine
+        if not (folder / _MARK).exists():
+            if others := some(x.name for x in folder.iterdir() if not _PROCESS.fullmatch(x.name)):
+                raise GShardError(
+                    f"local={str(folder)!r} has other files: {others}. Choose a folder of its own."
+                )
+            new = folder / f".{_MARK}.{secrets.token_hex(4)}"
+            new.write_text(secrets.token_hex(8))
+            with suppress(FileExistsError):  # another process of this machine was first
+                os.link(new, folder / _MARK)
+            new.unlink()
+        token = (folder / _MARK).read_text()
+    except OSError as error:
         raise GShardError(
-            f"local={str(folder)!r} holds the newest steps of the run in {other}. Choose another "
-            "folder, or delete it if that run will not go on."
+            f"local={str(folder)!r} cannot be used: {why(error)}. Choose another folder."
+        ) from error
+    for step in (step for process in _of_processes(folder) for step in _steps_in(process)):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            if (other := read_index(step).noted["run"]) != run:
+                break
+    else:
+        return _BOOT.read_text().strip() if _BOOT.exists() else "", token
+    raise GShardError(
+        f"local={str(folder)!r} holds the newest steps of the run in {other}. Choose another "
+        "folder, or delete it if that run will not go on."
+    )
+
+
+def _refuse_shared(folder: Path, machines: set[str]) -> None:
+    if len(machines) > 1:
+        raise GShardError(
+            f"several machines see the same folder local={str(folder)!r}. Choose a folder that "
+            "each has of its own, in memory (/dev/shm) or on its own disk."
         )
-    about = folder.stat()
-    return f"{_BOOT.read_text().strip() if _BOOT.exists() else ''} {about.st_dev} {about.st_ino}"
 
 
 def _of_processes(machine: Path) -> list[Path]:
-    return sorted(x for x in machine.iterdir() if STEP.fullmatch(x.name) and x.is_dir())
+    return sorted(x for x in machine.iterdir() if _PROCESS.fullmatch(x.name) and x.is_dir())
 
 
-def _steps_in(machine: Path) -> Iterator[Path]:
-    for folder in _of_processes(machine):
-        yield from (x for x in folder.iterdir() if STEP.fullmatch(x.name))
+def _steps_in(process: Path) -> list[Path]:
+    return [x for x in process.iterdir() if STEP.fullmatch(x.name)] if process.exists() else []
 
 
 @cache

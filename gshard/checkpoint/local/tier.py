@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from gshard._util.errors import warn
-from gshard.checkpoint.local.complete import incomplete_steps
+import jax
+
+from gshard._util.errors import GShardError, warn
+from gshard.checkpoint.arrays import ArrayInfo, check_same_run
+from gshard.checkpoint.local.complete import local_steps
 from gshard.checkpoint.local.reader import LocalReader
+from gshard.checkpoint.local.shards import own_shards
 from gshard.checkpoint.local.store import LocalStore, local_folder
 from gshard.checkpoint.retention import RetentionPolicy
 from gshard.checkpoint.save import Contents, StepWriter
-from gshard.checkpoint.store import Draft
+from gshard.checkpoint.store import Draft, Store
+from gshard.checkpoint.undamaged import steps_everywhere
 from gshard.distributed.agree import all_gather_text
 
 
@@ -22,53 +31,92 @@ class LocalTier(StepWriter):
     writes as if it were the only one.
     """
 
-    def __init__(self, folder: Any, run: str, rhythm: str):
-        self.store = LocalStore(local_folder(folder), run, rhythm)
+    def __init__(self, folder: Any, directory: Store, rhythm: str):
+        where = directory.directory if isinstance(directory.directory, Path) else str(directory)
+        self.store = LocalStore(local_folder(folder, where), str(directory), rhythm)
         super().__init__(self.store, RetentionPolicy(), (0, 1))
-        found = incomplete_steps(self.store)
-        self.steps = {step for step, missing in found.items() if not missing}  # as on all processes
-        for step in found.keys() - self.steps:
-            warn(f"step {step} in {self.store} is not restored: {found[step]}.")
+        self.after = max(steps_everywhere(directory), default=-1)  # the newest of the directory
+        found, others = local_steps(self.store, self.after)
+        self.steps = {*found}  # that all machines have together, the same on every process
+        self.damaged = {*others}
+        self._infos: Mapping[str, ArrayInfo] = {}
+        if found:
+            listed = json.loads(found[max(found)].noted["info"])["arrays"]
+            self._infos = {path: ArrayInfo(tuple(shape), d) for path, (shape, d) in listed.items()}
+        for step, missing in others.items():
+            warn(f"step {step} in {self.store} is not restored: {missing}.")
+        self._own: int | None = None  # the step that this object has saved last
 
     def reader(self, verify: bool) -> LocalReader:
         """Reads steps."""
         return LocalReader(self.store, verify)
 
+    def forget(self, steps: Callable[[int], bool]) -> None:
+        """Gives up steps from which training does not go on; the next save deletes them."""
+        gone = {step for step in self.steps if steps(step)}
+        self.steps -= gone
+        self.damaged |= gone
+
+    def directory_has(self, step: int) -> None:
+        """Deletes steps of that number and later ones, which the directory's replaces."""
+        self.forget(lambda own: own >= step)
+        gone = self.damaged
+        if gone:
+            self.store.drop(lambda own: own in gone)
+            self.damaged = set()
+
     def begin(self, describe: Callable[[], Contents], compare: Callable[[], None]) -> None:
-        """Starts to write a step; one of that number, and later ones, are replaced."""
+        """Starts to write a step."""
         self.last_step = None
         self.store.next_save()
         super().begin(describe, compare)
 
     def _make_draft(self, contents: Contents) -> Draft:
+        number, arrays = contents.step, contents.info.arrays
+        newest = max(self.steps | {self.after})
+        if number <= newest and number != self._own:
+            where = self.store if newest in self.steps else self.store.run
+            raise GShardError(
+                f"save: step {number} is not after the newest one, {newest}, in {where}. Restore "
+                "that one and continue from it, or choose another directory and local folder."
+            )
+        if self._infos:
+            check_same_run(self._infos, arrays, str(self.store))
         self.store.open_for_writing()
-        older = {step for step in self.steps - self.damaged if step < contents.step}
-        self.steps, self.damaged = {*sorted(older)[-1:]}, set()
-        for step in self.store.steps():
-            if step not in self.steps:
-                self.store.delete(step)
-        own = sum(
-            part.data.nbytes for x in contents.arrays.values() for part in x.addressable_shards
-        )
-        self.store.check_room(own)
-        draft = self._draft(contents.step)
+        self.steps -= {number} | self.damaged
+        kept, self.damaged = {*self.steps}, set()
+        self.store.drop(lambda step: step not in kept)
+        own = own_shards(contents.arrays, self.store.others_keep(contents.arrays))
+        self.store.check_room(sum(x.nbytes for x in own.values()))
+        draft = self._draft(number)
         draft.make(contents.info)
+        self._infos = arrays
         return draft
-
-    def _write(self, draft: Draft, contents: Contents) -> Callable[[], object]:
-        info = contents.info.to_json().decode()
-        return draft.begin(contents.arrays, {"info": info, "data": self._data_states})
 
     def _start(self, contents: Contents) -> None:
         # Of all processes: a machine that comes back empty has nothing of its own.
         own = "" if contents.data is None else contents.data.decode()
-        told = all_gather_text(own, what="save")
-        self._data_states = {str(rank): text for rank, text in told.items() if text}
+        shared = [time.time(), contents.info.metadata] if jax.process_index() == 0 else None
+        told = all_gather_text(json.dumps([own, shared]), what="save")
+        found = {rank: json.loads(text) for rank, text in told.items()}
+        at, metadata = found[0][1]
+        self._noted = {
+            "info": dataclasses.replace(contents.info, metadata=metadata).to_json().decode(),
+            "data": {str(rank): text for rank, (text, _) in found.items() if text},
+            "at": at,
+            "of": len(found),
+            "after": self.after,
+        }
         super()._start(contents)
 
+    def _write(self, draft: Draft, contents: Contents) -> Callable[[], object]:
+        return draft.begin(contents.arrays, self._noted)
+
     def wait(self) -> None:
-        """Waits for the step that is being written; now all machines have it."""
+        """Waits for the step that is being written; now all machines have it, and older ones go."""
         saving = self.saving
         super().wait()
         if saving is not None:
-            self.steps.add(saving.draft.step)
+            self._own = saving.draft.step
+            self.steps = {self._own}
+            self.store.drop(lambda step: step != self._own)

@@ -31,20 +31,21 @@ _LONGEST = 2**16  # bytes that are read at once
 
 def run_elastic(asked: Request, master: Address, signals: list[int]) -> int:
     """Runs the part of an elastic job on this machine; returns the exit code."""
-    listener = None
+    listener, reason = None, ""
     if not asked.rank:
         try:
             listener = listen(master)
-        except GShardError:  # it is another machine's, or another launcher of this one listens
+        except GShardError as error:  # another machine's address, or another launcher listens
             if asked.rank == 0:
                 raise
+            reason = f" This machine cannot be machine 0 itself: {error}"
     try:
         if listener is None:
             return Member(asked, master, signals).run()
         with closing(Coordinator(asked, master, listener, signals)) as coordinator:
             return coordinator.run()
     except NotArrivedError as error:
-        say(f"gshard: {error}")
+        say(f"gshard: {error}{reason}")
         return 1
 
 
@@ -120,12 +121,20 @@ class Member:
         except OSError:
             more = b""
         if not more:
-            self._is_lost, self.end = True, self.end or "machine 0 is lost"
+            self._lose()
         self._take(more)
+
+    def _lose(self) -> None:
+        self._is_lost, self.end = True, self.end or "machine 0 is lost"
 
     def _take(self, more: bytes) -> None:
         *lines, self._received = (self._received + more).split(b"\n")
-        for message in map(json.loads, lines):
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except ValueError:  # it was cut off
+                self._lose()
+                return
             if "say" in message:
                 say(message["say"])
             elif "stop" in message:

@@ -14,7 +14,7 @@ from gshard.distributed.launch.restarts import Failure, furthest
 from gshard.distributed.rendezvous import Address, ReservedPort
 
 TICK = 0.05  # seconds between looks at what other machines say
-_LONGEST = 100  # characters of an error in a report, which is one short line
+LONGEST_ERROR = 100  # characters of an error in a report, which is one short line
 
 
 class Start(NamedTuple):
@@ -49,7 +49,7 @@ class Report(NamedTuple):
         failure, follows = Failure(-1, "", None, furthest(outcome.ends)), True
         if outcome.failed:
             failure, follows = Failure.of(outcome.ends), first_cause(outcome.ends).follows
-        failure = failure._replace(error=failure.error[:_LONGEST])
+        failure = failure._replace(error=failure.error[:LONGEST_ERROR])
         return cls(outcome.summary[0], outcome.failed, follows, leaves, failure)
 
     @classmethod

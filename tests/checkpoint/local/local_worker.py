@@ -83,7 +83,7 @@ def main(coordinator: str, processes: str, rank: str, file: str, where: str) -> 
         restored = checkpointer.restore(like=plan)
         assert shards(restored.state) == shards(state)
         found["together"] = [restored.step, int(restored.source == str(folder / "one" / "machine"))]
-        parts = [read_index(part) for part in (folder / "one" / "machine").glob("*/2")]
+        parts = [read_index(part) for part in (folder / "one" / "machine").glob("process-*/2")]
         kept = [key for part in parts for key in part.shards]
         found["kept"] = [len(parts), len(kept), len({*kept})]
 

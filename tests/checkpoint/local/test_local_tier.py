@@ -20,10 +20,16 @@ import pytest
 from flax.training.train_state import TrainState
 
 import gshard
-from gshard._util.crc32 import crc32
+from gshard.checkpoint.disk import DiskDraft
 from gshard.checkpoint.local import store as local_store
 from gshard.checkpoint.local.shards import INDEX, SHARDS, read_index
-from tests.checkpoint.test_checkpoints import PLACES, Training, assert_equal_bits, shard
+from tests.checkpoint.test_checkpoints import (
+    PLACES,
+    Training,
+    assert_equal_bits,
+    shard,
+    values,
+)
 from tests.processes import clean_environment, run_workers
 from tests.tiers import quick
 
@@ -48,7 +54,7 @@ def opened(folders, **how):
 
 def saved_locally(folders, run, *steps, **how):
     """Trains, and saves each step on the machine alone; returns what the last one held."""
-    with pytest.warns(gshard.GShardWarning, match="saved in .*local alone"):
+    with pytest.warns(gshard.GShardWarning, match="is in .*local alone"):
         with opened(folders, **how) as checkpointer:
             for step in steps:
                 run.train(step - 1)
@@ -108,7 +114,7 @@ def test_training_goes_on_while_a_step_is_written(folders, monkeypatch):
 
 def test_which_steps_are_saved_where(folders):
     run = Training("os", 2)
-    local = folders["local"] / "0"
+    local = folders["local"] / "process-0"
     with opened(folders, every=6, local_every=2) as checkpointer:
         assert checkpointer.latest_step() is None
         for step, there, here in (
@@ -128,7 +134,7 @@ def test_which_steps_are_saved_where(folders):
                 [*there, *([here] if here else [])], default=None
             )
             steps = [int(x.name) for x in local.glob("[0-9]*")] if local.exists() else []
-            assert max(steps, default=None) == here and len(steps) <= 2
+            assert max(steps, default=None) == here and len(steps) <= 1
         assert checkpointer.restore(like=run.state).step == 12
         assert checkpointer.restore(10, like=run.state).step == 10
         with pytest.raises(gshard.GShardError, match="step=4 is not in .*nearest are"):
@@ -145,7 +151,7 @@ def test_steps_that_are_not_in_the_directory_are_told_at_the_end(folders):
     checkpointer.save(6, run.state)
     checkpointer.save(8, run.state)
     checkpointer.save(9, run.state)
-    with pytest.warns(gshard.GShardWarning, match="last step 9 is saved nowhere, and not in .*run"):
+    with pytest.warns(gshard.GShardWarning, match="last step, 9, was not saved, so that .*run"):
         checkpointer.close()
     with gshard.Checkpointer(folders["directory"], every=6) as checkpointer:  # no local folder
         checkpointer.save(7, run.state)
@@ -197,22 +203,22 @@ def test_a_flipped_bit_is_seen_and_an_older_step_restored(folders):
     with opened(folders, every=2) as checkpointer:
         checkpointer.save(2, run.state)
     saved_locally(folders, run, 3)
-    step, draw = folders["local"] / "0" / "3", random.Random(0)
+    step, draw = folders["local"] / "process-0" / "3", random.Random(0)
     shards = sorted(read_index(step).shards.values(), key=lambda x: x.offset)
-    checkpointer = opened(folders)
     for x in draw.sample(shards, 12):
         with flipped(step / SHARDS, x.offset + draw.randrange(x.view().nbytes)):
             with pytest.warns(gshard.GShardWarning, match="(?s)step 3 in .*local is incomplete"):
-                assert checkpointer.restore(like=run.state).step == 2
+                assert opened(folders).restore(like=run.state).step == 2
             with pytest.raises(gshard.DamagedCheckpointError, match="are on no machine"):
-                checkpointer.restore(3, like=run.state)
+                opened(folders).restore(3, like=run.state)
     for i in range(6):
+        checkpointer = opened(folders)
         with flipped(step / INDEX, 1 + 40 * i):
             with pytest.warns(gshard.GShardWarning, match="step 3 in .* no part of it can be read"):
                 assert opened(folders).latest_step() == 2
             with pytest.warns(gshard.GShardWarning, match="(?s)step 3 in .*local is incomplete"):
                 assert checkpointer.restore(like=run.state).step == 2
-    assert checkpointer.restore(like=run.state).step == 3
+    assert opened(folders).restore(like=run.state).step == 3
 
 
 @contextlib.contextmanager
@@ -224,23 +230,116 @@ def flipped(file, at):
     file.write_bytes(before)
 
 
-def test_steps_of_two_saves_are_never_mixed(folders):
-    """As if one machine kept what it had before a restart, and another has written it again."""
-    run = Training("os", 2)
+def test_parts_of_two_saves_are_never_mixed(folders, tmp_path):
+    """As if a machine came back with what it had before the others wrote the step again."""
+    run, other = Training("os", 2), folders | {"local": tmp_path / "other"}
     saved_locally(folders, run, 1)
-    checkpointer = opened(folders)
-    step, other = folders["local"] / "0" / "1", folders["local"] / "1" / "1"
-    shutil.copytree(step, other)
-    line = (other / INDEX).read_bytes().splitlines()[0].replace(b'"token": "', b'"token": "other')
-    (other / INDEX).write_bytes(line + b"\n%08x\n" % crc32(line))
-    with pytest.warns(gshard.GShardWarning, match="not restored: its parts are of several saves"):
-        assert opened(folders).latest_step() is None
-    with pytest.raises(gshard.DamagedCheckpointError, match="are of several saves"):
-        checkpointer.restore(like=run.state)
-    checkpointer.save(2, run.state)  # removes the folder of a process that is no more
+    with pytest.warns(gshard.GShardWarning, match="alone"), opened(other) as checkpointer:
+        run.train(1)
+        checkpointer.save(1, run.state)
+    part = Path("process-0", "1")
+    for first, second in ((folders, other), (other, folders)):
+        together = tmp_path / f"together {first['local'].name}"
+        shutil.copytree(first["local"], together)
+        shutil.copytree(second["local"] / part, together / "process-1" / "1")
+        checkpointer = opened(folders | {"local": together})
+        found = checkpointer.restore(like=run.plan).state
+        assert_equal_bits(values(run.plan.unwrap(found)), run.whole())  # the later one
+        checkpointer.save(2, run.state)
+        checkpointer.wait()
+        assert not (together / "process-1").exists()  # that process is no more
+        assert checkpointer.restore(like=run.state).step == 2
+
+
+def test_what_gshard_did_not_write_stays(folders, tmp_path):
+    run, folder = Training("os", 2), tmp_path / "mine"
+    (folder / "2024").mkdir(parents=True)
+    (folder / "2024" / "thesis.txt").write_text("years")
+    with pytest.raises(gshard.GShardError, match="mine' has other files: 2024. Choose"):
+        opened(folders | {"local": folder})
+    for inside in (folders["directory"], folders["directory"] / "x", tmp_path):
+        with pytest.raises(gshard.GShardError, match="are inside each other"):
+            opened(folders | {"local": inside})
+    saved_locally(folders, run, 1)
+    (folders["local"] / "7").mkdir()
+    with opened(folders, keep_last=1) as checkpointer:
+        checkpointer.save(2, run.state, force=True)
+    assert (folders["local"] / "7").exists()
+
+
+def test_steps_that_training_did_not_go_on_from_are_not_restored(folders):
+    run = Training("os", 2)
+    checkpointer = opened(folders, every=20, local_every=2)
+    checkpointer.save(20, run.state, metadata={"is": "old"})
+    checkpointer.save(24, run.state, metadata={"is": "old"})
+    assert checkpointer.restore(20, like=run.state).step == 20
+    checkpointer.save(22, run.state, metadata={"is": "new"}, force=True)
+    for other in (checkpointer, opened(folders, every=20, local_every=2)):
+        restored = other.restore(like=run.state)
+        assert (restored.step, restored.metadata) == (22, {"is": "new"})
+    assert checkpointer.metadata() == {"is": "new"} and checkpointer.verify() == []
+
+
+def test_a_deleted_directory_begins_anew(folders):
+    run = Training("os", 2)
+    checkpointer = opened(folders, every=20, local_every=2)
+    checkpointer.save(20, run.state)
     checkpointer.wait()
-    assert not other.parent.exists()
-    assert checkpointer.restore(like=run.state).step == 2
+    checkpointer.save(24, run.state)
+    checkpointer.wait()
+    shutil.rmtree(folders["directory"])
+    with pytest.warns(gshard.GShardWarning, match="step 24 .* it follows step 20 of .*run, which"):
+        assert opened(folders, every=20, local_every=2).latest_step() is None
+
+
+def test_who_forgets_to_restore_loses_nothing(folders):
+    run = Training("os", 2)
+    saved_locally(folders, run, 3)
+    checkpointer = opened(folders)
+    with pytest.raises(gshard.GShardError, match="step 2 is not after the newest one, 3, in .*loc"):
+        checkpointer.save(2, run.state)
+    other = shard(
+        TrainState.create(apply_fn=None, params={"x": jnp.ones(8)}, tx=optax.sgd(1.0)), "os", 2
+    )
+    with pytest.raises(gshard.GShardError, match="checkpoints of another model"):
+        checkpointer.save(4, other[0])
+    assert opened(folders).restore(like=run.state).step == 3
+
+
+def test_replicated_arrays_need_room_once(folders, monkeypatch):
+    run, asked = Training("dp", 8), []
+    monkeypatch.setattr(local_store.LocalStore, "check_room", lambda self, size: asked.append(size))
+    saved_locally(folders, run, 1)
+    size = sum(x.nbytes for x in run.whole().values())
+    assert size <= asked[0] < 1.1 * size
+
+
+def test_a_failed_save_of_the_directory_is_told_at_the_next_local_one(folders, monkeypatch):
+    run = Training("os", 2)
+    checkpointer = opened(folders, every=20, on_failure="warn")
+    checkpointer.save(1, run.state)
+    monkeypatch.setattr(DiskDraft, "combine", lambda *given: 1 / 0)
+    checkpointer.save(20, run.state)
+    saving = checkpointer._writer.saving
+    assert saving is not None
+    saving.join()
+    with pytest.warns(gshard.GShardWarning, match="step 20 was not saved in .*division by zero"):
+        checkpointer.save(21, run.state)
+
+
+def test_numbers_that_are_not_to_be_saved_are_checked_too(folders):
+    run = Training("os", 2)
+    checkpointer = gshard.Checkpointer(folders["directory"], every=100)
+    for step in (-3, 2.0, np.array([1, 2]), "5"):
+        with pytest.raises(gshard.GShardError, match="step=.* must be a whole number"):
+            checkpointer.save(step, run.state)
+    checkpointer.save(90, run.state)
+    with pytest.warns(gshard.GShardWarning, match="not called for step 100, but before it and for"):
+        checkpointer.save(120, run.state)
+    with pytest.warns(gshard.GShardWarning, match="last step, 120, was not saved"):
+        checkpointer.close()
+    with pytest.raises(gshard.CallOrderError, match="is closed"):
+        checkpointer.save(121, run.state)
 
 
 def test_a_full_local_folder_is_a_warning(folders, tmp_path):
@@ -267,7 +366,7 @@ def test_the_folder_of_another_run_is_refused(folders, tmp_path):
     saved_locally(folders, run, 1)
     with pytest.raises(gshard.GShardError, match="holds the newest steps of the run in .*run"):
         opened(folders | {"directory": tmp_path / "other"})
-    (folders["local"] / "0" / "1").rename(tmp_path / "moved")
+    (folders["local"] / "process-0" / "1").rename(tmp_path / "moved")
     opened(folders | {"directory": tmp_path / "other"})
 
 
@@ -305,9 +404,15 @@ def test_processes_of_several_machines(tmp_path):
         assert "(process 0), Checkpointer(every=" in found["rhythm"].tolist()[0]
         # Each process of one machine: together they hold an array once, and read it all.
         assert found["together"].tolist() == [2, 1]
-        assert "is one folder of several machines" in found["shared"].tolist()[0]
+        assert "several machines see the same folder" in found["shared"].tolist()[0]
         parts, kept, different = found["kept"].tolist()
         assert parts == 2 and kept == different
+    # One process restores what two wrote, also when it may write.
+    one, plan = {"every": 100, "local_every": 1, "keep_last": 3}, Training("p_g_os", 3).plan
+    where = tmp_path / "one"
+    with gshard.Checkpointer(where / "run", local=where / "machine", **one) as checkpointer:
+        assert checkpointer.latest_step() == 2
+        assert checkpointer.restore(like=plan).source == str(where / "machine")
 
 
 SAVES = """
@@ -365,6 +470,6 @@ def test_a_save_on_the_machine_costs_what_its_shards_have(tmp_path):
     with pytest.warns(gshard.GShardWarning, match="alone"):
         with opened({"directory": tmp_path / "run", "local": tmp_path / "local"}) as checkpointer:
             checkpointer.save(1, run.state)
-    (file,) = Path(tmp_path / "local").glob(f"0/1/{SHARDS}")
+    (file,) = Path(tmp_path / "local").glob(f"process-0/1/{SHARDS}")
     size = sum(x.nbytes for x in run.whole().values())
     assert size <= os.path.getsize(file) < 1.5 * size

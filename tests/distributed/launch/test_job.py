@@ -353,7 +353,7 @@ BAD = {
     ),
     "a batch that no machines divide": (
         [*RANGE, "--virtual_devices", "2", "--batch_size", "10", SCRIPT],
-        "--batch_size 10 examples are divided by no number of machines of --nnodes 2:4, each of 2",
+        "no number of machines in --nnodes 2:4, of 2 devices each, divides --batch_size 10",
     ),
     "joins without a range": (
         ["--join_every", "5", SCRIPT],
