@@ -344,7 +344,7 @@ class Checkpointer:
                 found = restore(tiers, asked, state, plan, cast)
             if self._local is not None:
                 self._local.forget(lambda own: own > found.step)
-            self._rhythm.begin_anew()
+            self._rhythm.start_again()
             forget_checks(plan)
             events.restored(found.step, time.monotonic() - began)
             return found

@@ -33,7 +33,7 @@ class Rhythm:
     def __str__(self) -> str:
         return f"Checkpointer(every={self.every}, local_every={self.local_every})"
 
-    def begin_anew(self) -> None:
+    def start_again(self) -> None:
         """Forgets the last call: training goes on from another step."""
         self._given = None
 

@@ -280,7 +280,7 @@ def test_steps_that_training_did_not_go_on_from_are_not_restored(folders):
     assert checkpointer.metadata() == {"is": "new"} and checkpointer.verify() == []
 
 
-def test_a_deleted_directory_begins_anew(folders):
+def test_a_deleted_directory_is_not_resumed(folders):
     run = Training("os", 2)
     checkpointer = opened(folders, every=20, local_every=2)
     checkpointer.save(20, run.state)
