@@ -278,7 +278,7 @@ class Checkpointer:
             call = f"delete(step={shown(step)})"
             self._writer.delete(run_on_all(prepare, call=call, what=lambda: call))
             if self._local is not None:
-                self._local.after = max(steps_everywhere(self._store), default=-1)
+                self._local.directory_lost(max(steps_everywhere(self._store), default=-1))
 
     @overload
     def restore(

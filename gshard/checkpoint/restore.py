@@ -79,7 +79,9 @@ def restore(
             return tier.reader.damages(step, wants)
 
         together = partial(find_damages_together, damages_of=damages)
-        return Source(store, together if store.is_shared else damages)
+        if store.is_shared:
+            return Source(store, together)
+        return Source(store, damages, frozenset(tier.writer.damaged))
 
     sources = [source(tier) for tier in tiers]
     while True:

@@ -22,10 +22,12 @@ class Source(NamedTuple):
     Attributes:
       store: it.
       damages: returns what is damaged of a step, the same on every process.
+      given_up: steps that are not to be read.
     """
 
     store: Store
     damages: Callable[[int], list[Damage]]
+    given_up: frozenset[int] = frozenset()
 
 
 def find_undamaged(sources: Sequence[Source], asked: int | None) -> tuple[int, int, list[set[int]]]:
@@ -36,7 +38,7 @@ def find_undamaged(sources: Sequence[Source], asked: int | None) -> tuple[int, i
     """
     bad: dict[tuple[int, int], list[Damage]] = {}
     while True:
-        there = [_steps(x.store, asked, len(sources) == 1) for x in sources]
+        there = [_steps(x, asked, len(sources) == 1) for x in sources]
         left = [(n, i) for i, steps in enumerate(there) for n in steps if (n, i) not in bad]
         if not left:
             break
@@ -68,11 +70,12 @@ def find_undamaged(sources: Sequence[Source], asked: int | None) -> tuple[int, i
     )
 
 
-def _steps(store: Store, asked: int | None, alone: bool) -> list[int]:
+def _steps(source: Source, asked: int | None, alone: bool) -> list[int]:
     """The steps to choose from; one that a user asks for was looked up before."""
     if asked is not None and alone:
         return [asked]
-    return [step for step in steps_everywhere(store) if asked in (None, step)]
+    steps = steps_everywhere(source.store)
+    return [step for step in steps if asked in (None, step) and step not in source.given_up]
 
 
 def steps_everywhere(store: Store) -> list[int]:

@@ -65,6 +65,12 @@ class LocalTier(StepWriter):
             self.store.drop(lambda own: own in gone)
             self.damaged = set()
 
+    def directory_lost(self, newest: int) -> None:
+        """Gives up what follows a deleted step of the directory; `newest` is left there, or -1."""
+        if newest < self.after:
+            self.forget(lambda own: own > newest)
+        self.after = newest
+
     def begin(self, describe: Callable[[], Contents], compare: Callable[[], None]) -> None:
         """Starts to write a step."""
         self.last_step = None
