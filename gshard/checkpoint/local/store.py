@@ -43,6 +43,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _CALL = "Checkpointer(local=...)"
 _MARK = "machine"  # the file that makes a folder one of gshard's
 _PROCESS = re.compile(r"process-(\d+)")  # the folder of a process
+_OURS = re.compile(rf"{_PROCESS.pattern}|{_MARK}|\.{_MARK}\..*")  # also while others make them
 
 
 class LocalStore(Disk):
@@ -190,7 +191,7 @@ def _machine(folder: Path, run: str) -> tuple[str, str]:
             make_folder(folder)
             folder.chmod(0o700)  # /dev/shm belongs to all users of a machine
         if not (folder / _MARK).exists():
-            if others := some(x.name for x in folder.iterdir() if not _PROCESS.fullmatch(x.name)):
+            if others := some(x.name for x in folder.iterdir() if not _OURS.fullmatch(x.name)):
                 raise GShardError(
                     f"local={str(folder)!r} has other files: {others}. Choose a folder of its own."
                 )

@@ -260,6 +260,8 @@ def test_what_gshard_did_not_write_stays(folders, tmp_path):
     for inside in (folders["directory"], folders["directory"] / "x", tmp_path):
         with pytest.raises(gshard.GShardError, match="are inside each other"):
             opened(folders | {"local": inside})
+    folders["local"].mkdir()
+    (folders["local"] / ".machine.0123abcd").touch()  # another process is making the mark
     saved_locally(folders, run, 1)
     (folders["local"] / "7").mkdir()
     with opened(folders, keep_last=1) as checkpointer:
