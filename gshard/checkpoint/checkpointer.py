@@ -16,10 +16,7 @@ from gshard._util import events
 from gshard._util.activity import spending
 from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.validation import check_integer, flag, shown
-from gshard.checkpoint.arrays import (
-    arrays_of,
-    state_and_plan,
-)
+from gshard.checkpoint.arrays import arrays_of, state_and_plan
 from gshard.checkpoint.checksums import Damage, verify_step
 from gshard.checkpoint.data_state import packed_data_state
 from gshard.checkpoint.local.tier import LocalTier
@@ -197,9 +194,9 @@ class Checkpointer:
             self._retention.check(table)
             return Contents(StepInfo.of(number, infos, plan, table), arrays, data)
 
-        self._refuse_closed()
         writer, elsewhere = self._writer_of(step, flag("force", force))
         if writer is None:
+            self._refuse_closed()  # a writer says so on all processes
             self._elsewhere = elsewhere
             return
 

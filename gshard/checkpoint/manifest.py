@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gshard._util.crc32 import crc32
+from gshard._util.crc32 import seal, unseal
 from gshard._util.durable import fsync, write_file
 from gshard.checkpoint.step_files import StepFolder
 from gshard.checkpoint.step_info import DATA, MANIFEST
@@ -67,16 +67,12 @@ def write_manifests(folder: Path) -> None:
 
 def sealed(listed: Mapping[str, Sequence[Segment] | None]) -> bytes:
     """A manifest: one line of JSON, and one with its CRC-32."""
-    line = json.dumps(listed, separators=(",", ":"), sort_keys=True).encode() + b"\n"
-    return line + b"%08x\n" % crc32(line)
+    return seal(json.dumps(listed, separators=(",", ":"), sort_keys=True).encode())
 
 
 def unsealed(data: bytes) -> Listed:
     """The files that a manifest lists; a `ValueError` or the like if it is damaged."""
-    line, end, seal = data[:-9], data[-10:-9], data[-9:]
-    if end != b"\n" or seal != b"%08x\n" % crc32(line):
-        raise ValueError("the seal is broken")
-    listed = json.loads(line)
+    listed = json.loads(unseal(data))
     for name in listed:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or str(path) != name:

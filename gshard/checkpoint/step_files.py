@@ -19,7 +19,7 @@ from gshard._util.errors import GShardError
 T = TypeVar("T")
 R = TypeVar("R")
 _BLOCK = 2**22  # bytes that a thread reads at once
-_THREADS = min(16, os.cpu_count() or 1)
+THREADS = min(16, os.cpu_count() or 1)
 
 Progress = Callable[[int], object]  # called with the number of bytes of every block that was read
 
@@ -129,7 +129,7 @@ class StepFolder:
             def read(start: int, size: int) -> bytes:
                 return os.pread(number, size, start)
 
-            return checksums_of(read, lengths, progress, _BLOCK, _THREADS)
+            return checksums_of(read, lengths, progress, _BLOCK, THREADS)
 
 
 def checksums_of(

@@ -90,17 +90,7 @@ class StepInfo:
                     f"{table['format']}, this one reads {FORMAT}). Restore it with that gshard, "
                     "and take the weights along with gshard.save_safetensors."
                 )
-            arrays = {p: ArrayInfo(tuple(s), d) for p, (s, d) in table["arrays"].items()}
-            info = cls(
-                table["step"],
-                arrays,
-                table["made_by"],
-                table["metadata"],
-                table["processes"],
-                table.get("optimizer"),  # earlier steps have none
-            )
-            info._check_types()
-            return info
+            return cls.of_table(table)
         except GShardError:
             raise
         except FileNotFoundError:
@@ -109,6 +99,20 @@ class StepInfo:
             raise DamagedInfoError(f"{path} cannot be read: {why(error)}.") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedInfoError(f"{path} is damaged.") from error
+
+    @classmethod
+    def of_table(cls, table: Mapping[str, Any]) -> StepInfo:
+        """What `to_json` wrote; a `KeyError` or the like for something else."""
+        info = cls(
+            table["step"],
+            {p: ArrayInfo(tuple(shape), d) for p, (shape, d) in table["arrays"].items()},
+            table["made_by"],
+            table["metadata"],
+            table["processes"],
+            table.get("optimizer"),  # earlier steps have none
+        )
+        info._check_types()
+        return info
 
     def _check_types(self) -> None:
         """Raises a `TypeError` for values of other types than gshard writes."""

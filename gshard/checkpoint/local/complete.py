@@ -11,6 +11,7 @@ import jax
 from gshard._util.errors import some
 from gshard.checkpoint.local.shards import Index, Key, covered, key_of
 from gshard.checkpoint.local.store import LocalStore
+from gshard.checkpoint.step_info import StepInfo
 from gshard.checkpoint.undamaged import steps_everywhere
 from gshard.distributed.agree import all_gather_text, run_on_all
 
@@ -19,17 +20,15 @@ class Save(NamedTuple):
     """The save of a step that the machines have most of, the newest if there are several.
 
     Attributes:
-      token: that of its parts.
       parts: those on this machine.
-      first: the first process that has a part.
-      noted: what that part notes.
+      noted: what the part of the first process that has one notes.
+      info: the description of the step.
       is_whole: whether all parts that were written are there.
     """
 
-    token: str
     parts: list[Index]
-    first: int
     noted: Mapping[str, Any]
+    info: StepInfo
     is_whole: bool
 
 
@@ -38,22 +37,23 @@ def find_save(store: LocalStore, step: int, call: str) -> Save | None:
     parts = run_on_all(lambda: store.parts(step), call=call)
     own = [[x.noted["token"], x.noted["rank"], x.noted["at"], x.noted["of"]] for x in parts]
     told = all_gather_text(json.dumps(own), what=call)
-    ranks: dict[str, set[int]] = {}
-    of_token: dict[str, tuple[bool, float]] = {}
+    ranks: dict[str, set[int]] = {}  # by token, of the parts that somebody has
+    found: dict[str, tuple[bool, float]] = {}  # whether they are all, and when they were written
     holders: dict[str, int] = {}
     for holder, text in sorted(told.items()):
         for token, rank, at, count in json.loads(text):
             ranks.setdefault(token, set()).add(rank)
-            of_token[token] = len(ranks[token]) == count, at
+            found[token] = len(ranks[token]) == count, at
             holders.setdefault(token, holder)
-    if not of_token:
+    if not found:
         return None
-    token = max(of_token, key=lambda x: of_token[x])
+    token = max(found, key=lambda x: found[x])
     mine = [x for x in parts if x.noted["token"] == token]
-    first = holders[token]
-    own_noted = json.dumps(mine[0].noted) if first == jax.process_index() else ""
-    noted = json.loads(all_gather_text(own_noted, what=call)[first])
-    return Save(token, mine, first, noted, of_token[token][0])
+    holder = holders[token]
+    own_noted = json.dumps(mine[0].noted) if holder == jax.process_index() else ""
+    noted = json.loads(all_gather_text(own_noted, what=call)[holder])
+    info = StepInfo.of_table(json.loads(noted["info"]))
+    return Save(mine, noted, info, found[token][0])
 
 
 def local_steps(store: LocalStore, newest: int) -> tuple[dict[int, Save], dict[int, str]]:
@@ -78,17 +78,17 @@ def local_steps(store: LocalStore, newest: int) -> tuple[dict[int, Save], dict[i
 
 def _lost(save: Save, call: str) -> list[str]:
     """The arrays that have an entry that is on no machine; replicas may have all."""
-    arrays: dict[str, Any] = json.loads(save.noted["info"])["arrays"]
     own = sorted(key for part in save.parts for key in part.shards)
     told = all_gather_text(json.dumps(own), what=call)
-    by_path: dict[str, set[Key]] = {path: set() for path in arrays}
+    by_path: dict[str, set[Key]] = {path: set() for path in save.info.arrays}
     for text in told.values():
         for path, bounds in json.loads(text):
             by_path[path].add(key_of(path, bounds))
-    return [path for path, keys in by_path.items() if not _has_all(path, arrays[path][0], keys)]
+    shapes = {path: x.shape for path, x in save.info.arrays.items()}
+    return [path for path, keys in by_path.items() if not _has_all(path, shapes[path], keys)]
 
 
-def _has_all(path: str, shape: list[int], keys: set[Key]) -> bool:
+def _has_all(path: str, shape: tuple[int, ...], keys: set[Key]) -> bool:
     if 0 in shape:
         return True  # nothing is written of it
     # The data of random keys have one dimension more, which is on every device.

@@ -22,7 +22,7 @@ from gshard._util.durable import write_file
 from gshard._util.scratch import scratch_folder
 from gshard.checkpoint.checksums import Damage
 from gshard.checkpoint.data_state import data_state_name
-from gshard.checkpoint.local.complete import find_save
+from gshard.checkpoint.local.complete import Save, find_save
 from gshard.checkpoint.local.shards import (
     SHARDS,
     Index,
@@ -32,12 +32,11 @@ from gshard.checkpoint.local.shards import (
     damaged,
     key_of,
     keys_of,
-    volume,
 )
 from gshard.checkpoint.local.store import LocalStore
 from gshard.checkpoint.manifest import write_manifests
 from gshard.checkpoint.step_files import StepFiles, StepFolder
-from gshard.checkpoint.step_info import DATA, DESCRIPTION, StepInfo
+from gshard.checkpoint.step_info import DATA, DESCRIPTION
 from gshard.checkpoint.store import Wanted, Wants
 from gshard.distributed.agree import all_gather_text, run_on_all
 from gshard.distributed.broadcast import broadcast
@@ -56,19 +55,16 @@ class LocalReader:
         save = find_save(self._store, step, call)
         if save is None:
             return [Damage(SHARDS, "are on no machine")]
-        found = run_on_all(lambda: self._look(step, save.parts, save.noted, wants), call=call)
+        found = run_on_all(lambda: self._look(step, save, wants), call=call)
         return self._exchange(found, call)
 
-    def _look(
-        self, step: int, parts: list[Index], noted: Mapping[str, Any], wants: Wants
-    ) -> _Found:
+    def _look(self, step: int, save: Save, wants: Wants) -> _Found:
         """What this process needs, and what its machine has of it."""
-        files = _described(self._store, step, noted)
-        found = self._found[step] = _Found(files, parts)
-        info = StepInfo.read(files)
-        for wanted in wants(info):
+        files = _described(self._store, step, save.noted)
+        found = self._found[step] = _Found(files, save.parts)
+        for wanted in wants(save.info):
             for path, x in wanted.items():
-                found.shapes[path] = info.arrays[path].shape
+                found.shapes[path] = save.info.arrays[path].shape
                 found.needed |= {found.stored(key) for key in keys_of(path, x).values()}
         if self._verify:
             found.drop_damaged(found.needed)
@@ -100,7 +96,7 @@ class LocalReader:
             sends = rank == jax.process_index()
             x = found.held[key].view() if sends else np.zeros(key.shape, jnp.dtype(dtype))
             (got,) = broadcast([x], rank, everyone)
-            if any(volume(key.shared(part)) for part in own if part.path == key.path):
+            if any(key.shared(part).size for part in own if part.path == key.path):
                 found.received[key] = got
         return []
 
@@ -145,7 +141,7 @@ class _Found:
     def overlapping(self, needed: Key) -> Iterator[Key]:
         """The shards on this machine that have some of it."""
         for key in self._by_path.get(needed.path, ()):
-            if key in self.held and volume(key.shared(needed)):
+            if key in self.held and key.shared(needed).size:
                 yield key
 
     def drop_damaged(self, needed: Iterable[Key]) -> None:
@@ -165,7 +161,7 @@ class _Found:
         for key in self.overlapping(needed):
             yield key, self.held[key].view()
         for key, x in self.received.items():
-            if key.path == needed.path and volume(key.shared(needed)):
+            if key.path == needed.path and key.shared(needed).size:
                 yield key, x
 
 

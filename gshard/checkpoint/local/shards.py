@@ -17,16 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard._util.crc32 import crc32
+from gshard._util.crc32 import crc32, seal, unseal
 from gshard._util.durable import fsync, read_regular, write_file
-from gshard.checkpoint.step_files import run_parallel
+from gshard.checkpoint.step_files import THREADS, run_parallel
 
 Bounds: TypeAlias = tuple[tuple[int, int], ...]  # first and last + 1 of a shard, by dimension
 SHARDS, INDEX = "shards", "shards.json"
 _ALIGNMENT = 64  # bytes
-_BLOCK = 2**24  # bytes that are written, and compared, at once
 _MOST = 2**30  # bytes of an index
-_THREADS = min(16, os.cpu_count() or 1)
 
 
 class Key(NamedTuple):
@@ -39,6 +37,11 @@ class Key(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """The shape of the part."""
         return tuple(max(0, end - start) for start, end in self.bounds)
+
+    @property
+    def size(self) -> int:
+        """The number of its entries."""
+        return math.prod(self.shape)
 
     def shared(self, other: Key) -> Key:
         """What both are parts of, of one array; perhaps without entries."""
@@ -66,7 +69,7 @@ class Shard(NamedTuple):
 
     def is_undamaged(self) -> bool:
         """Reads the shard and compares its checksum."""
-        return _checksum(self.view()) == self.checksum
+        return crc32(_bytes(self.view())) == self.checksum
 
 
 class Index(NamedTuple):
@@ -122,28 +125,23 @@ def write_shards(folder: Path, shards: Mapping[Key, np.ndarray], noted: Mapping[
     with (folder / SHARDS).open("wb") as file:
         for key, x in shards.items():
             file.write(b"\0" * (-file.tell() % _ALIGNMENT))
-            listed.append([*key, str(x.dtype), file.tell(), _checksum(x)])
-            for block in _blocks(x):
-                file.write(block.data)
+            listed.append([*key, str(x.dtype), file.tell(), crc32(_bytes(x))])
+            file.write(_bytes(x))
         file.flush()
         os.fsync(file.fileno())
-    line = json.dumps({"noted": noted, "shards": listed}).encode()
-    write_file(folder / INDEX, line + b"\n%08x\n" % crc32(line))
+    write_file(folder / INDEX, seal(json.dumps({"noted": noted, "shards": listed}).encode()))
     fsync(folder)
 
 
 def read_index(folder: Path) -> Index:
     """Reads `shards.json`; an `OSError` or a `ValueError` if it is not what was written."""
-    line, _, seal = read_regular(folder / INDEX, _MOST).rstrip(b"\n").rpartition(b"\n")
-    if seal != b"%08x" % crc32(line):
-        raise ValueError("the seal is broken")
-    content = json.loads(line)
+    content = json.loads(unseal(read_regular(folder / INDEX, _MOST)))
     size = (folder / SHARDS).stat().st_size
     found = {}
     for path, bounds, dtype, offset, checksum in content["shards"]:
         key = key_of(path, bounds)
         shard = Shard(folder, jnp.dtype(dtype), key.shape, offset, checksum)
-        if offset + math.prod(key.shape) * shard.dtype.itemsize > size:
+        if offset + key.size * shard.dtype.itemsize > size:
             raise ValueError("the file of the shards was cut short")
         found[key] = shard
     return Index(content["noted"], found)
@@ -158,28 +156,15 @@ def damaged(shards: Mapping[Key, Shard]) -> set[Key]:
         except (OSError, ValueError):  # the file is gone
             return False
 
-    kept = run_parallel(fine, shards.values(), _THREADS)
+    kept = run_parallel(fine, shards.values(), THREADS)
     return {key for key, is_fine in zip(shards, kept, strict=True) if not is_fine}
 
 
-def _blocks(x: np.ndarray) -> list[np.ndarray]:
-    data = x.reshape(-1).view(np.uint8)
-    return [data[at : at + _BLOCK] for at in range(0, data.size, _BLOCK)]
-
-
-def _checksum(x: np.ndarray) -> int:
-    total = 0
-    for block in _blocks(x):
-        total = crc32(block, total)
-    return total
+def _bytes(x: np.ndarray) -> memoryview:
+    return x.reshape(-1).view(np.uint8).data
 
 
 def covered(needed: Key, keys: Iterable[Key]) -> bool:
     """Whether shards, of which none has an entry of another, have all of it together."""
     parts = (key.shared(needed) for key in keys if key.path == needed.path)
-    return sum(map(volume, parts)) == volume(needed)
-
-
-def volume(key: Key) -> int:
-    """The number of entries."""
-    return math.prod(key.shape)
+    return sum(part.size for part in parts) == needed.size

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,9 +19,9 @@ from typing import Any
 
 import jax
 
-from gshard._util.durable import make_folder, remove_folder
+from gshard._util.durable import make_folder
 from gshard._util.errors import GShardError, some
-from gshard.checkpoint.disk import DELETED, Disk, DiskDraft, as_directory
+from gshard.checkpoint.disk import Disk, DiskDraft, as_directory
 from gshard.checkpoint.local.shards import (
     INDEX,
     Bounds,
@@ -95,7 +95,7 @@ class LocalStore(Disk):
         for folder in folders:
             for step in [int(x.name) for x in _steps_in(folder)]:
                 if steps(step):
-                    remove_folder(folder / str(step), folder / f"{step}{DELETED}")
+                    Disk(folder).delete(step)
             if folder != self.directory and not any(_steps_in(folder)):
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -105,8 +105,7 @@ class LocalStore(Disk):
     def draft(self, step: int, attempt: int) -> LocalDraft:
         """A draft of this process's part of a step."""
         path = super().draft(step, attempt).folder
-        noted = {"token": f"{self._session}-{self._saves}", "run": self.run}
-        return LocalDraft(path, step, noted, self.others_keep)
+        return LocalDraft(path, step, self, f"{self._session}-{self._saves}")
 
     def next_save(self) -> None:
         """Another token from now on; called before each save, on every process."""
@@ -114,13 +113,8 @@ class LocalStore(Disk):
 
     def parts(self, step: int) -> list[Index]:
         """What the processes of this machine have of a step, as far as it can be read."""
-        found = []
-        for folder in _of_processes(self.machine):
-            with suppress(OSError, ValueError, KeyError, TypeError):  # it counts as lost
-                index = read_index(folder / str(step))
-                if index.noted["run"] == self.run:
-                    found.append(index)
-        return found
+        found = _readable(folder / str(step) for folder in _of_processes(self.machine))
+        return [index for index in found if index.noted["run"] == self.run]
 
     def others_keep(self, arrays: Mapping[str, jax.Array]) -> set[Key]:
         """The shards of this process that an earlier one of this machine writes."""
@@ -134,15 +128,9 @@ class LocalStore(Disk):
 class LocalDraft(DiskDraft):
     """The part of a step that one process writes."""
 
-    def __init__(
-        self,
-        folder: Path,
-        step: int,
-        noted: Mapping[str, Any],
-        others_keep: Callable[[Mapping[str, jax.Array]], set[Key]],
-    ):
+    def __init__(self, folder: Path, step: int, store: LocalStore, token: str):
         super().__init__(folder, step)
-        self._noted, self._others_keep = noted, others_keep
+        self._store, self._token = store, token
 
     def make(self, info: StepInfo) -> None:
         """Makes the folder."""
@@ -150,8 +138,10 @@ class LocalDraft(DiskDraft):
 
     def begin(self, arrays: Mapping[str, jax.Array], data: Any) -> Callable[[], object]:
         """Copies the shards of this process to the host; `data` is noted beside them."""
-        shards = copy_to_host(own_shards(arrays, self._others_keep(arrays)))
-        noted = {"rank": jax.process_index(), **self._noted, **data}
+        own = own_shards(arrays, self._store.others_keep(arrays))
+        self._store.check_room(sum(x.nbytes for x in own.values()))
+        shards, rank = copy_to_host(own), jax.process_index()
+        noted = {"token": self._token, "run": self._store.run, "rank": rank, **data}
         return lambda: write_shards(self.folder, shards, noted)
 
     def written_manifests(self) -> set[str]:
@@ -205,16 +195,13 @@ def _machine(folder: Path, run: str) -> tuple[str, str]:
         raise GShardError(
             f"local={str(folder)!r} cannot be used: {why(error)}. Choose another folder."
         ) from error
-    for step in (step for process in _of_processes(folder) for step in _steps_in(process)):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            if (other := read_index(step).noted["run"]) != run:
-                break
-    else:
-        return _BOOT.read_text().strip() if _BOOT.exists() else "", token
-    raise GShardError(
-        f"local={str(folder)!r} holds the newest steps of the run in {other}. Choose another "
-        "folder, or delete it if that run will not go on."
-    )
+    steps = (step for process in _of_processes(folder) for step in _steps_in(process))
+    if others := {index.noted["run"] for index in _readable(steps)} - {run}:
+        raise GShardError(
+            f"local={str(folder)!r} holds the newest steps of the run in {min(others)}. Choose "
+            "another folder, or delete it if that run will not go on."
+        )
+    return _BOOT.read_text().strip() if _BOOT.exists() else "", token
 
 
 def _refuse_shared(folder: Path, machines: set[str]) -> None:
@@ -231,6 +218,15 @@ def _of_processes(machine: Path) -> list[Path]:
 
 def _steps_in(process: Path) -> list[Path]:
     return [x for x in process.iterdir() if STEP.fullmatch(x.name)] if process.exists() else []
+
+
+def _readable(steps: Iterable[Path]) -> list[Index]:
+    """What the folders of steps have; one that cannot be read counts as lost."""
+    found = []
+    for step in steps:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            found.append(read_index(step))
+    return found
 
 
 @cache

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ from gshard._util.errors import GShardError, warn
 from gshard.checkpoint.arrays import ArrayInfo, check_same_run
 from gshard.checkpoint.local.complete import local_steps
 from gshard.checkpoint.local.reader import LocalReader
-from gshard.checkpoint.local.shards import own_shards
 from gshard.checkpoint.local.store import LocalStore, local_folder
 from gshard.checkpoint.retention import RetentionPolicy
 from gshard.checkpoint.save import Contents, StepWriter
@@ -32,17 +30,14 @@ class LocalTier(StepWriter):
     """
 
     def __init__(self, folder: Any, directory: Store, rhythm: str):
-        where = directory.directory if isinstance(directory.directory, Path) else str(directory)
-        self.store = LocalStore(local_folder(folder, where), str(directory), rhythm)
+        own = local_folder(folder, directory.directory)
+        self.store = LocalStore(own, str(directory), rhythm)
         super().__init__(self.store, RetentionPolicy(), (0, 1))
         self.after = max(steps_everywhere(directory), default=-1)  # the newest of the directory
         found, others = local_steps(self.store, self.after)
         self.steps = {*found}  # that all machines have together, the same on every process
         self.damaged = {*others}
-        self._infos: Mapping[str, ArrayInfo] = {}
-        if found:
-            listed = json.loads(found[max(found)].noted["info"])["arrays"]
-            self._infos = {path: ArrayInfo(tuple(shape), d) for path, (shape, d) in listed.items()}
+        self._infos: Mapping[str, ArrayInfo] = found[max(found)].info.arrays if found else {}
         for step, missing in others.items():
             warn(f"step {step} in {self.store} is not restored: {missing}.")
         self._own: int | None = None  # the step that this object has saved last
@@ -92,8 +87,6 @@ class LocalTier(StepWriter):
         self.steps -= {number} | self.damaged
         kept, self.damaged = {*self.steps}, set()
         self.store.drop(lambda step: step not in kept)
-        own = own_shards(contents.arrays, self.store.others_keep(contents.arrays))
-        self.store.check_room(sum(x.nbytes for x in own.values()))
         draft = self._draft(number)
         draft.make(contents.info)
         self._infos = arrays
