@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from gshard._util.durable import write_file
 from gshard._util.scratch import scratch_folder
+from gshard.checkpoint.bounds import bounds_of
 from gshard.checkpoint.checksums import Damage
 from gshard.checkpoint.data_state import data_state_name
 from gshard.checkpoint.local.complete import Save, find_save
@@ -27,7 +28,6 @@ from gshard.checkpoint.local.shards import (
     SHARDS,
     Index,
     Key,
-    bounds_of,
     covered,
     damaged,
     key_of,

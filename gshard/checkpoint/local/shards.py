@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,9 @@ import numpy as np
 
 from gshard._util.crc32 import crc32, seal, unseal
 from gshard._util.durable import fsync, read_regular, write_file
+from gshard.checkpoint.bounds import Bounds, bounds_of
 from gshard.checkpoint.step_files import THREADS, run_parallel
 
-Bounds: TypeAlias = tuple[tuple[int, int], ...]  # first and last + 1 of a shard, by dimension
 SHARDS, INDEX = "shards", "shards.json"
 _ALIGNMENT = 64  # bytes
 _MOST = 2**30  # bytes of an index
@@ -89,12 +89,6 @@ def keys_of(path: str, x: jax.Array | jax.ShapeDtypeStruct) -> dict[Any, Key]:
 def key_of(path: str, bounds: Sequence[Sequence[int]]) -> Key:
     """A key from JSON."""
     return Key(path, tuple((a, b) for a, b in bounds))
-
-
-def bounds_of(index: Sequence[slice] | None, shape: tuple[int, ...]) -> Bounds:
-    """An index of JAX as numbers."""
-    whole = (slice(None),) * len(shape) if index is None else index
-    return tuple(part.indices(size)[:2] for part, size in zip(whole, shape, strict=True))
 
 
 def own_shards(arrays: Mapping[str, jax.Array], left_out: set[Key]) -> dict[Key, jax.Array]:

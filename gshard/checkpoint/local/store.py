@@ -21,13 +21,12 @@ import jax
 
 from gshard._util.durable import make_folder
 from gshard._util.errors import GShardError, some
+from gshard.checkpoint.bounds import Bounds, bounds_of
 from gshard.checkpoint.disk import Disk, DiskDraft, as_directory
 from gshard.checkpoint.local.shards import (
     INDEX,
-    Bounds,
     Index,
     Key,
-    bounds_of,
     copy_to_host,
     own_shards,
     read_index,

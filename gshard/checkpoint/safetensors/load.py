@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from gshard._util.durable import file_path
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.validation import flag
 from gshard.checkpoint.arrays import with_components
+from gshard.checkpoint.bounds import Bounds, bounds_of
 from gshard.checkpoint.safetensors.fetched import Fetched
 from gshard.checkpoint.safetensors.folder import tensors_at
 from gshard.checkpoint.safetensors.format import (
@@ -45,7 +46,6 @@ from gshard.sharding.plan import Plan
 from gshard.train.optim.made_of_params import layouts_made_of_params, make_of_params
 from gshard.train_state.components import Components
 
-Bounds: TypeAlias = tuple[tuple[int, int], ...]  # of a shard as stored, by dimension
 _CALL = "load_safetensors"
 _BLOCK = 2**23  # bytes of two tensors that are compared at a time
 
@@ -290,8 +290,7 @@ def _shard_weight(
     sharding, shape = plan.sharding(layout), layout.stored_shape
     devices: dict[Bounds, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True))
-        devices.setdefault(bounds, []).append(device)
+        devices.setdefault(bounds_of(index, shape), []).append(device)
     shards, fetched = [], dict[str, Fetched]()
     for bounds, same in devices.items():
         ends = zip(bounds, layout.shape, strict=True)
