@@ -17,6 +17,7 @@ from gshard.sharding.plan import Plan, check_call, check_state
 from gshard.sharding.validate import TreeChecker
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import reduce_scalar
+from gshard.train.comm.loop_order import in_loop_order
 from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
 from gshard.train.global_loss.shares import GlobalBatch
@@ -172,7 +173,7 @@ def evaluate_on_devices(
 
     specs = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
     mapped = jax.shard_map(
-        run,
+        in_loop_order(run, plan.group),
         mesh=plan.mesh,
         in_specs=([x.data_spec for x in jax.tree.leaves((stored, layouts))], specs),
         out_specs=out_specs,

@@ -26,6 +26,7 @@ from gshard.sharding.mesh import refuse_other_context
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_abstract
 from gshard.train.comm.collectives import max_over_devices, mean_over_devices, reduce_scalar
+from gshard.train.comm.loop_order import in_loop_order
 from gshard.train.comm.reduce import reduce, reduce_micro_batch, reduce_out_specs
 from gshard.train.global_loss.transfers import Transfer
 from gshard.train.loss import add_sums, reduce_sums
@@ -278,7 +279,7 @@ class GradientStage:
             return result, {**updates, **max_over_devices(total.overwritten, group)}
 
         mapped = jax.shard_map(
-            on_device,
+            in_loop_order(on_device, plan.group),
             mesh=plan.mesh,
             in_specs=(
                 [layout.data_spec for layout in stored],

@@ -18,7 +18,16 @@ import jax
 from jax import core as jax_core
 from jax.extend import core
 
-from gshard._util.jaxpr import all_equations, bind, called, evaluate, in_scope, opened, with_inner
+from gshard._util.jaxpr import (
+    all_equations,
+    bind,
+    bind_inlined,
+    called,
+    evaluate,
+    in_scope,
+    opened,
+    with_inner,
+)
 from gshard._util.jaxpr_dataflow import PRODUCTS, UNKNOWN, Dim, back, join, sharded_dims
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
@@ -335,7 +344,7 @@ def with_gathered_operands(
     )
     closed, shapes = jax.make_jaxpr(jax.jit(fun), return_shape=True)(*abstract)
     flat, structure = jax.tree.leaves(args), jax.tree.structure(shapes)
-    as_traced = partial(evaluate, closed.jaxpr, closed.consts, flat, _inlined)
+    as_traced = partial(evaluate, closed.jaxpr, closed.consts, flat, bind_inlined)
     if not any(eqn.primitive.name in PRODUCTS for eqn in all_equations(closed.jaxpr)):
         return jax.tree.unflatten(structure, as_traced())
     traced = TracedUpdate(closed.jaxpr, closed.consts)
@@ -345,12 +354,3 @@ def with_gathered_operands(
     update.in_order = traced.computed_from(on_host).isdisjoint(update.sources.values())
     gathers = update.sources or any(step.branches for step in traced.steps)
     return jax.tree.unflatten(structure, update(flat) if gathers else as_traced())
-
-
-def _inlined(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    """Adds the equations that a `jit` calls as they were traced, not one by one: much faster."""
-    if "inline" not in eqn.params:  # with jax.disable_jit
-        return bind(eqn, values)
-    kind = type(eqn.params["inline"])  # a boolean up to JAX 0.11, later `jax.Inline`
-    early = True if kind is bool else kind.JAX_EARLY
-    return bind(eqn.replace(params={**eqn.params, "inline": early}), values)
