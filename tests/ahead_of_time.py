@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ def python_for(platform: str) -> str:
 
 def found_by(script: str, target: str) -> Any:
     """What a script of `tests` prints, as JSON in its last line, run for a target, its argument."""
+    assert importlib.util.find_spec(f"tests.{script}"), script  # also where the test is skipped
     return json.loads(printed_for(parse_target(target), f"tests.{script}", target).splitlines()[-1])
 
 

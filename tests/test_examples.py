@@ -14,7 +14,6 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import AbstractMesh
 from rich.console import Console
 
 import gshard
@@ -22,6 +21,7 @@ from benchmarks.groups import free_address
 from examples import config, gpt, text, training
 from examples.measure import KINDS, Run, bytes_on_first_device, carried_by_micro_batch_loop
 from examples.report import Meter, write_picture
+from gshard.analysis.forecast import abstract_mesh
 from gshard.analysis.setup import load_setup, read_config
 from tests.processes import assert_all_well, run_together, variables
 
@@ -53,7 +53,7 @@ def test_shipped_settings_are_planned_as_they_are_trained(name, monkeypatch):
     setup = load_setup(planned.model, planned.arguments)
     trained = config.parse([f"configs/{name}.toml"])
     assert planned.devices == trained.devices and planned.levels == trained.levels
-    mesh = AbstractMesh((planned.devices,), ("shard",))
+    mesh = abstract_mesh(planned.devices)
     _, plan = gshard.shard_train_state(setup.state, mesh, "p_g_os", **setup.shard)
     _, start = training.make_state(trained)
     mesh = gshard.make_mesh()

@@ -47,9 +47,14 @@ _FIRST = 128 - _HEADER.size  # bytes of a text in the first message; most are no
 
 
 def spans_processes(plan: Plan) -> bool:
-    """Whether this process has something to compare with the others of the plan's mesh."""
+    """Whether this process has something to compare with the others of the plan's mesh.
+
+    One process alone may have a mesh of several, of devices that are only compiled for.
+    """
     mesh = plan.mesh
-    return isinstance(mesh, Mesh) and mesh.is_multi_process and bool(mesh.local_devices)
+    if not isinstance(mesh, Mesh) or not mesh.is_multi_process or jax.process_count() == 1:
+        return False
+    return bool(mesh.local_devices)
 
 
 def exchange_texts(

@@ -53,7 +53,7 @@ def test_matrices_are_read_in_the_order_in_which_they_came(micro_batches):
 
 def test_a_gpu_holds_no_second_order_of_a_table():
     """One that is looked up, and is the head, was copied for the loop in the order of the head."""
-    found = found_by("tied_on_gpu", "h100:1x4")
+    found = found_by("train.comm.tied_on_gpu", "h100:1x4")
     assert found["gathers"] == 0  # of a weight that is sharded over an axis of the user's
     for kind, tables in (("trained", 2.2), ("frozen", 1.0)):  # with another order one more
         program = found[kind]
@@ -64,7 +64,7 @@ def test_a_gpu_holds_no_second_order_of_a_table():
 
 def test_a_tpu_holds_no_padded_copy_of_a_narrow_matrix():
     """It is stored transposed, without padding: the other order takes sixteen times as much."""
-    found = found_by("narrow_on_tpu", "tpu-v5e:2x2")
+    found = found_by("train.comm.narrow_on_tpu", "tpu-v5e:2x2")
     assert found["peak"] - found["batch"] < 8 * found["narrow"], found
 
 
@@ -121,7 +121,7 @@ def test_layers_sharded_behind_their_first_dimension(devices, reshard, micro_bat
 
 def test_a_gpu_holds_no_second_order_of_a_stack():
     """All of it was copied before the scan, with the dimension first that a gather joins."""
-    found = found_by("experts_on_gpu", "h100:1x8")
+    found = found_by("train.comm.experts_on_gpu", "h100:1x8")
     for kind, most in (("parts", 1.0), ("neighbours", 5.2)):  # with another order one more
         program = found[kind]
         assert program["peak"] - program["arguments"] < most * found["parameters"], (kind, found)

@@ -352,7 +352,7 @@ def test_frozen_parameters_are_offloaded_too(precision, micro_batches):
 @pytest.mark.slow
 def test_memory_on_a_tpu():
     """Compiled for eight TPU chips, without one: bytes of both memories, and what is temporary."""
-    rows = found_by("offload_on_tpu", "tpu-v5e:2x4")
+    rows = found_by("train.optim.offload_on_tpu", "tpu-v5e:2x4")
     assert rows
     for row in rows:
         plain, offload = row["plain"], row["offload"]

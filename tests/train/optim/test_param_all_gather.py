@@ -104,7 +104,7 @@ def test_small_layers_stay_in_one_gather(monkeypatch):
 
 
 def test_a_gpu_holds_gathered_stacks_once():
-    found = found_by("stacks_on_gpu", "h100:1x8")
+    found = found_by("train.optim.stacks_on_gpu", "h100:1x8")
     temporaries = found["peak"] - found["arguments"]
     assert temporaries < 0.6 * found["parameters"], found
     assert 0.9 < found["estimated"] / found["peak"] < 1.1, found
