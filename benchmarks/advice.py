@@ -1,12 +1,14 @@
-"""The order in which `gshard advise` puts options, next to measured steps on virtual CPU devices.
+"""The order in which `gshard advise` puts options, next to measured steps.
 
     python -m benchmarks.advice --model gpt --devices 8 [--rounds 15] [--json FILE]
 
-Calibrates on this machine, asks `advise` for the seconds of each option (all levels, 1, 2 and 4
-micro-batches for the same examples, with and without rematerialization), runs the steps of all
-options in turn, and compares what was predicted with the medians by Spearman's rank correlation. It
-does the same with the CPU time of a step, which other programs on the machine disturb less: devices
-that share cores keep them busy, so a step takes about its CPU time divided by the cores.
+Uses this machine's accelerators, and larger models, or virtual CPU devices. Calibrates, asks
+`advise` for the seconds of each option (all levels, 1, 2 and 4 micro-batches for the same examples,
+with and without rematerialization), runs the steps of all options in turn, and compares what was
+predicted with the medians by Spearman's rank correlation. On CPUs it does the same with the CPU
+time of a step, which other programs on the machine disturb less: devices that share cores keep them
+busy, so a step takes about its CPU time divided by the cores. On one device all levels are the
+same, so only p_g_os is measured.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -26,6 +29,7 @@ import numpy as np
 import gshard
 from benchmarks.calibration import calibration
 from benchmarks.timing import WARM_UP, in_turn
+from gshard._util.chips import chip_of
 from gshard._util.text import seconds_of, text_of, text_table
 from gshard.analysis.aot.target import Target
 from gshard.analysis.calibration import Calibration
@@ -38,6 +42,7 @@ from gshard.analysis.setup import (
     step_of,
 )
 from gshard.analysis.tune import Verdict, advise
+from gshard.sharding.level import LEVELS
 
 PARTS = ("compute", "memory", "wire", "update", "all_gather_params", "starts")
 EXAMPLES = 4  # of a device in a step: as many as there are ways to split it into 1, 2 and 4
@@ -53,16 +58,37 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("gshard.models.llama:setup", _LLAMA),
     "moe": ("gshard.models.moe:setup", _LLAMA | {"experts": 4, "group": 32}),
 }
+_WIDE: dict[str, Any] = {"layers": 8, "width": 1024, "heads": 16}
+_LONG = _WIDE | {"kv_heads": 16, "mlp": 2816, "vocabulary": 8192, "sequence": 1024}
+ON_ACCELERATORS: dict[str, dict[str, Any]] = {
+    "mlp": {"width": 1024, "layers": 8, "tokens": 1024},
+    "gpt": _WIDE | {"vocabulary": 8192, "positions": 1024, "dtype": "bfloat16"},
+    "conv": {"width": 128, "blocks": 2, "side": 128},
+    "llama": _LONG | {"dtype": "float32"},
+    "moe": _LONG | {"experts": 4, "group": 1024},
+}
+
+
+def sized(name: str) -> tuple[str, dict[str, Any]]:
+    """A model's function and its arguments on the devices of this process."""
+    model, arguments = MODELS[name]
+    on_cpu = jax.default_backend() == "cpu"
+    return model, arguments if on_cpu else ON_ACCELERATORS[name]
 
 
 def predicted(name: str, measured: Calibration) -> list[Verdict]:
     """What `advise` says of a model's options, without those that keep gathered parameters."""
-    model, arguments = MODELS[name]
+    model, arguments = sized(name)
+    device, count = jax.devices()[0], measured.devices
+    chip = chip_of(device)
+    if chip is None or device.platform == "tpu":
+        raise SystemExit(f"advise has no target for {count} x {device.device_kind}")
     config = Config(
         model,
         arguments,
-        target=Target("cpu", (measured.devices,)),
-        devices=measured.devices,
+        target=Target(chip.name, (count,) if device.platform == "cpu" else (1, count)),
+        devices=count,
+        levels=tuple(LEVELS) if count > 1 else ("p_g_os",),
         choices=Choices(micro_batch_size=EXAMPLES),
         vary={"remat": ["none", "full"]},
     )
@@ -72,7 +98,7 @@ def predicted(name: str, measured: Calibration) -> list[Verdict]:
 
 def program(name: str, of: Verdict, cpu_seconds: list[float]) -> Callable[[], object]:
     """A function that runs a step of an option, and adds its CPU time to a list."""
-    model, arguments = MODELS[name]
+    model, arguments = sized(name)
     option, mesh = of.option, gshard.make_mesh()
     setup = load_setup(model, {**arguments, **option.arguments})
     state, plan = initialized_setup(setup, mesh, option.level, option.choices)
@@ -113,8 +139,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write every figure here too")
     args = parser.parse_args()
-    gshard.virtual_devices(args.devices)
-    about = calibration(small=True)["calibration"]
+    with suppress(gshard.GShardError):  # there is an accelerator
+        gshard.virtual_devices(args.devices)
+    about = calibration(small=jax.default_backend() == "cpu")["calibration"]
     print(json.dumps(about), flush=True)
     options = predicted(args.model, Calibration(**about))
     cpu: list[list[float]] = [[] for _ in options]

@@ -94,11 +94,12 @@ def compiled_peak(compiled: Any, platform: str) -> int:
 
     On GPU and TPU `peak_memory_in_bytes`: the largest sum of live buffers, arguments included. On
     CPU that leaves temporaries out (JAX 0.10 and 0.12: the peak of an MLP with 61 MB of them was
-    530 bytes above its arguments), so here it is arguments + results - aliased + temporaries: what
-    is allocated.
+    530 bytes above its arguments), and a program from JAX's compilation cache has none (0, on an
+    H200 with JAX 0.11.2). There it is arguments + results - aliased + temporaries: what is
+    allocated.
     """
     memory = compiled.memory_analysis()
-    if platform != "cpu":
+    if platform != "cpu" and memory.peak_memory_in_bytes:
         return memory.peak_memory_in_bytes
     kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
     return kept - memory.alias_size_in_bytes + memory.temp_size_in_bytes

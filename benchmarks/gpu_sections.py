@@ -46,6 +46,8 @@ JIT = "jit"
 # AdamW divides by the size of a gradient, which enlarges rounding errors where it is almost zero.
 # On CPU they reach 1e-4 of what training changes in the parameters of a GPT.
 LOSS_TOLERANCE, PARAMS_TOLERANCE = 1e-5, 1e-2
+PLANNED = [("gpt-scan", level) for level in reversed(LEVELS)]
+PLANNED += [(name, level) for name in ("gpt-remat", "mlp") for level in ("dp", "p_g_os")]
 _TRACED = 3  # steps
 _LARGE = 60 * 10**9  # bytes of a device that has room for the examples of the large models
 
@@ -129,31 +131,32 @@ def step_time(small: bool) -> Found:
 
 
 def planned(small: bool) -> Found:
-    """Planned peak and time of every level on all devices, each level in its own process."""
+    """Planned peak and time of models and levels on all devices, each in its own process."""
     rows, troubles = [], []
-    for level in ("p_g_os",) if small else LEVELS:
+    for model, level in PLANNED[:1] if small else PLANNED:
         probe = f"{__name__}:planned_level"
-        found, trouble, _ = run_probe(probe, 120, level=level, small=small, devices=8)
+        given = {"model": model, "level": level, "small": small, "devices": 8}
+        found, trouble, _ = run_probe(probe, 120, **given)
         rows += [found] if found else []
-        troubles += [] if found else [f"{level}: {trouble}"]
+        troubles += [] if found else [f"{model} at {level}: {trouble}"]
     note = "bytes and seconds; device_peak is the allocator's, autotuning included"
     return {"rows": rows, "note": note, "wrong": "; ".join(troubles) or None}
 
 
-def planned_level(level: str, small: bool, devices: int) -> Found:
-    """The row of one level of `planned`."""
+def planned_level(model: str, level: str, small: bool, devices: int) -> Found:
+    """A row of `planned`."""
     with suppress(gshard.GShardError):
         gshard.virtual_devices(devices)
     mesh, device = gshard.make_mesh(), jax.devices()[0]
-    problem, examples = _sized("gpt-scan", small)
+    problem, examples = _sized(model, small)
     choices = Choices(micro_batch_size=max(1, examples // mesh.size))
     examples = choices.micro_batch_size * mesh.size
     shard = _shard(small)
     setup = TrainSetup(
-        (problem.params, optax.adamw(1e-3)),
+        (problem.params, optax.adamw(problem.learning_rate)),
         problem.loss_fn,
         problem.batch(1),
-        {"scan_axes": {"^blocks/": 0}, **shard},
+        {"scan_axes": {f"^{stack}/": 0 for stack in problem.stacks}, **shard},
     )
     state, plan = sharded_setup(setup, mesh, level, choices)
     forecast = level_forecast(plan, choices, batch_bytes(setup, plan, choices))
@@ -168,6 +171,7 @@ def planned_level(level: str, small: bool, devices: int) -> Found:
     stats = device.memory_stats() or {}  # before the compiler's figure, which may compile again
     compiler = compiled_peak(program.compiled(), device.platform)
     return {
+        "model": model,
         "level": level,
         "planned_peak": seen.peak,
         "compiler_peak": compiler,
@@ -299,7 +303,7 @@ def _sized(name: str, small: bool, float8: bool = False) -> tuple[Problem, int]:
     if name == "mlp":
         made = mlp(*(64, 2) if small else (2048, 8), float8=float8)
     else:
-        made = gpt(*(32, 2, 16) if small else (1024, 8, 512), scan=True)
+        made = gpt(*(32, 2, 16) if small else (1024, 8, 512), scan=True, remat="remat" in name)
     return _fixed(made, examples), examples
 
 

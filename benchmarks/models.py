@@ -22,12 +22,14 @@ class Problem(NamedTuple):
       params: full, on the host.
       batch: from a number of examples to an array of them.
       stacks: subtrees of `params` whose dimension 0 a scan iterates over.
+      learning_rate: of AdamW.
     """
 
     loss_fn: Callable[[Any, Any], jax.Array]
     params: Any
     batch: Callable[[int], np.ndarray]
     stacks: tuple[str, ...] = ()
+    learning_rate: float = 1e-3
 
 
 class ResidualMLP(nn.Module):
@@ -58,7 +60,8 @@ def mlp(width: int = 256, layers: int = 4, float8: bool = False) -> Problem:
         return rng.normal(size=(examples, width)).astype(np.float32)
 
     variables = _whole(model, batch(1))
-    return Problem(loss_fn, variables if float8 else variables["params"], batch)
+    params = variables if float8 else variables["params"]
+    return Problem(loss_fn, params, batch, learning_rate=min(1e-3, 0.064 / width))
 
 
 def gpt(

@@ -33,7 +33,7 @@ class Program(NamedTuple):
 
 def on_one_device(problem: Problem, examples: int) -> Program:
     """Plain `jit`, the entire batch on one device."""
-    tx = optax.adamw(1e-3)
+    tx = optax.adamw(problem.learning_rate)
 
     def step(params, opt_state, batch):
         loss, grads = jax.value_and_grad(problem.loss_fn)(params, batch)
@@ -52,7 +52,7 @@ def by_gspmd(
     """The frozen baseline."""
     made = baseline(
         problem.loss_fn,
-        optax.adamw(1e-3),
+        optax.adamw(problem.learning_rate),
         problem.params,
         mesh,
         level,
@@ -67,7 +67,7 @@ def by_gspmd(
 
 def by_gshard(problem: Problem, examples: int, level: str, mesh: Any, **shard: Any) -> Program:
     """`make_train_step`, with all that it does by default; `shard` is for `shard_train_state`."""
-    params, tx = problem.params, optax.adamw(1e-3)
+    params, tx = problem.params, optax.adamw(problem.learning_rate)
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
     scan_axes = {f"{stack}/": 0 for stack in problem.stacks} or None
     state, plan = gshard.shard_train_state(state, mesh, level, scan_axes=scan_axes, **shard)

@@ -71,7 +71,8 @@ class Chip:
 # its memory, a link, the network and the host link, and GB of host memory; its JAX devices.
 #
 # GPUs, of hosts with 8 GPUs and 2 TB of memory [nv]: memory and its bandwidth [xla] (a100, h100:
-# measured on devices, within 0.02 % of it); dense bfloat16 and TF32, and NVLink, half of what both
+# measured on devices, within 0.02 % of it; h200: four thirds of the limit that one reported to JAX,
+# 0.9 % less than [xla]); dense bfloat16 and TF32, and NVLink, half of what both
 # directions have [nv]; the network is one port per GPU of 200 Gb/s (DGX A100) or 400 Gb/s (the
 # others) [nv]. PCIe is what copies reach of x16: 25 of 32 GB/s in generation 4, 50 of 64 in
 # generation 5.
@@ -83,7 +84,7 @@ class Chip:
 _FIGURES = {
     "a100": ("NVIDIA A100-SXM4-80GB", 85094825984, (312, 156), (2039, 300, 25, 25, 250), 1),
     "h100": ("NVIDIA H100 80GB HBM3", 84929347584, (989.4, 494.7), (3352.32, 450, 50, 50, 250), 1),
-    "h200": ("NVIDIA H200 141GB HBM3e", 151397597184, (989.4, 494.7), (4800, 450, 50, 50, 250), 1),
+    "h200": ("NVIDIA H200 141GB HBM3e", 150111343957, (989.4, 494.7), (4800, 450, 50, 50, 250), 1),
     "b200": ("NVIDIA B200", 191514411008, (2250, 1100), (7672.32, 900, 50, 50, 250), 1),
     "tpu-v4": ("TPU v4", 30.75 * _GIB, (275, 275), (1200, 45, 6.25, 16, 407 / 4), 1),
     "tpu-v5e": ("TPU v5e", 15.75 * _GIB, (197, 197), (819, 45, 3.125, 15, 64 * _GIB / _GB), 1),

@@ -200,13 +200,15 @@ def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:
 def compiled_memory(compiled: Any, platform: str = "") -> dict[str, int]:
     """Returns the bytes of a compiled program on one device by use, as in `Audit.memory`.
 
-    Without the peak if the platform is "cpu": that of XLA:CPU leaves out temporaries (JAX 0.10).
+    Without the peak if the platform is "cpu", since that of XLA:CPU leaves out temporaries (JAX
+    0.10), and where it is not known: a program from JAX's compilation cache has 0 (JAX 0.11, GPU).
     """
     stats = compiled.memory_analysis()
     fields = {name: field for name, field in _MEMORY.items() if hasattr(stats, field)}
-    if platform == "cpu":
-        fields.pop("peak", None)
-    return {name: getattr(stats, field) for name, field in fields.items()}
+    found = {name: getattr(stats, field) for name, field in fields.items()}
+    if platform == "cpu" or not found.get("peak"):
+        found.pop("peak", None)
+    return found
 
 
 def collective_rows(text: str, mesh: Mesh | AbstractMesh | None) -> tuple[CollectiveRow, ...]:
