@@ -3,8 +3,10 @@
 Sources: the roofline of the scaling book, chapters 1 and 5; the lower bounds of nccl-tests,
 `doc/PERFORMANCE.md`, for collectives.
 
-    step = max(compute, memory, wire) + starts + update + all_gather_params + host
+    step = max(compute + memory, wire) + starts + update + all_gather_params + host
 
+A device runs one operation after another, and most of them either compute or wait for memory: on
+one H200 three steps took 0.87 to 1.30 of this sum, and 1.4 to 1.7 of the larger of the two.
 Parameters of a layer are all-gathered, and its gradients are reduced, while other layers compute.
 The all-gather of the updated parameters and the transfers to and from the host wait for the update.
 Every collective first waits for all devices of its group; computation is assumed not to overlap
@@ -46,7 +48,7 @@ class Cost:
       all_gather_params: all-gather of the updated parameters.
       host: fetching offloaded state from the host, and sending it back.
       starts: what collectives take however little they send.
-      overlaps: whether computation, memory traffic and collectives overlap.
+      overlaps: whether collectives overlap with computation and memory traffic.
     """
 
     compute: float
@@ -61,8 +63,8 @@ class Cost:
     @property
     def step(self) -> float:
         """Seconds of the whole step."""
-        together = (self.compute, self.memory, self.wire)
-        overlapped = max(together) if self.overlaps else sum(together)
+        busy = self.compute + self.memory
+        overlapped = max(busy, self.wire) if self.overlaps else busy + self.wire
         return overlapped + self.starts + self.update + self.all_gather_params + self.host
 
     @property
@@ -76,9 +78,11 @@ class Cost:
                 "starts of collectives": self.starts,
             }
             return max(amounts, key=amounts.__getitem__)
-        overlapped = max(("compute", "memory", "wire"), key=lambda name: getattr(self, name))
-        amounts = {
-            overlapped: getattr(self, overlapped),
+        if self.wire > self.compute + self.memory:
+            overlapped = {"wire": self.wire}
+        else:
+            overlapped = {"compute": self.compute, "memory": self.memory}
+        amounts = overlapped | {
             "memory of the update": self.update,
             "wire of the updated parameters": self.all_gather_params,
             "link to the host": self.host,

@@ -65,8 +65,7 @@ class Verdict:
         """Examples of a micro-batch for which computation takes as long as communication."""
         if self.cost is None or not self.cost.wire:
             return None
-        compute, memory = self.cost.compute, self.cost.memory
-        busy = max(compute, memory) if self.cost.overlaps else compute + memory
+        busy = self.cost.compute + self.cost.memory
         return self.option.choices.micro_batch_size * self.cost.wire / busy if busy else None
 
     def as_dict(self, base: float = 1.0) -> dict[str, Any]:

@@ -173,6 +173,42 @@ def test_values_stay_the_same_and_are_in_order(inner):
     np.testing.assert_array_equal(compiled(ROWS), plain(ROWS))
 
 
+def test_an_order_that_the_compiler_removes_is_none():
+    def fun(x):
+        other, looped = jax.lax.optimization_barrier((x, loop_of_gathers(x)))
+        return gather(other).sum() + looped
+
+    ordered, plain = on_each_device(fun)
+    assert unordered(ordered.lower(ROWS).compile().as_text() or "") == []
+    assert unordered(plain.lower(ROWS).compile().as_text() or "")
+
+
+def test_results_wait_for_the_last_loop():
+    """What reads them communicates after it, whichever of them it reads."""
+
+    def fun(x):
+        return loop_of_gathers(x) * 0 + 1, x * 2
+
+    mesh = gshard.make_mesh()
+    spec = jax.P("shard")
+
+    def step(x):
+        mapped = jax.shard_map(
+            in_loop_order(fun, data_group(mesh)),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=False,
+        )
+        again = jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=jax.P(), check_vma=False)
+        one, other = mapped(x)
+        return one, again(other)
+
+    compiled = jax.jit(step).lower(ROWS).compile()
+    assert unordered(compiled.as_text() or "") == []
+    np.testing.assert_array_equal(compiled(ROWS)[1], 2 * ROWS)
+
+
 def test_nan_and_infinity_pass():
     """The values that the order reads change nothing, whatever they are."""
 
