@@ -18,6 +18,10 @@ JIT = "jit"
 _LIBRARIES = (str(Path(__file__).parents[1]), "site-packages")
 VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")  # elements as they are
 CHECKPOINTS = ("checkpoint", "remat2")
+COLLECTIVES = frozenset(
+    """psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter
+    psum_scatter all_to_all ragged_all_to_all ppermute pbroadcast""".split()
+)
 _CALLS = (JIT, *CHECKPOINTS, "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 

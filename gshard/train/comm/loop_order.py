@@ -19,6 +19,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from gshard._util.jaxpr import (
+    COLLECTIVES,
     Bindings,
     abstract_like,
     bind,
@@ -33,19 +34,6 @@ from gshard._util.jaxpr import (
 )
 from gshard.sharding.mesh import Group
 
-_COLLECTIVES = (
-    "psum",
-    "psum_invariant",
-    "pmax",
-    "pmin",
-    "all_gather",
-    "all_gather_invariant",
-    "reduce_scatter",
-    "all_to_all",
-    "ragged_all_to_all",
-    "ppermute",
-    "pbroadcast",
-)
 _LOOPS = ("scan", "while", "cond")  # what XLA runs as a program within the program
 
 
@@ -74,7 +62,7 @@ def _call(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _communicates(eqn: Any) -> bool:
-    return any(x.primitive.name in _COLLECTIVES for x in with_inner(eqn))
+    return any(x.primitive.name in COLLECTIVES for x in with_inner(eqn))
 
 
 def _is_loop(eqn: Any) -> bool:

@@ -9,14 +9,11 @@ from typing import Any
 from jax import lax
 
 from gshard._util.errors import GShardError
-from gshard._util.jaxpr import with_inner
+from gshard._util.jaxpr import COLLECTIVES, with_inner
 from gshard.train.global_loss.registry import Decision, Given, partial_rule, rule
 
+_OF_AN_AXIS = COLLECTIVES | {"axis_index", "pvary"}
 # all-reductions, of which those of replicated values run as they are written
-COLLECTIVES = frozenset(
-    """psum psum2 psum_invariant pmax pmin all_gather all_to_all ppermute axis_index reduce_scatter
-    psum_scatter pbroadcast pvary""".split()
-)
 _SUMS = ("psum", "psum2", "psum_invariant")
 _OF_ONE_DEVICE = ("axis_index", "ppermute", "all_to_all", "reduce_scatter", "psum_scatter")
 
@@ -45,7 +42,7 @@ def check_body_as_traced(given: Given, of_examples: bool = False) -> None:
 
 def is_own_collective(eqn: Any, axes: Sequence[str]) -> bool:
     """Whether an equation communicates over one of the data axes."""
-    return eqn.primitive.name in COLLECTIVES and bool(set(_axes(eqn)) & set(axes))
+    return eqn.primitive.name in _OF_AN_AXIS and bool(set(_axes(eqn)) & set(axes))
 
 
 def sum_size(eqn: Any) -> int:
