@@ -71,8 +71,8 @@ class Chip:
 # its memory, a link, the network and the host link, and GB of host memory; its JAX devices.
 #
 # GPUs, of hosts with 8 GPUs and 2 TB of memory [nv]: memory and its bandwidth [xla] (a100, h100:
-# measured on devices, within 0.02 % of it; h200: four thirds of the limit that one reported to JAX,
-# 0.9 % less than [xla]); dense bfloat16 and TF32, and NVLink, half of what both
+# measured on devices, within 0.02 % of it; h200: 4/3 of the `bytes_limit` of one, since JAX takes
+# 75 %: 0.9 % less than [xla]); dense bfloat16 and TF32, and NVLink, half of what both
 # directions have [nv]; the network is one port per GPU of 200 Gb/s (DGX A100) or 400 Gb/s (the
 # others) [nv]. PCIe is what copies reach of x16: 25 of 32 GB/s in generation 4, 50 of 64 in
 # generation 5.

@@ -201,7 +201,7 @@ def compiled_memory(compiled: Any, platform: str = "") -> dict[str, int]:
     """Returns the bytes of a compiled program on one device by use, as in `Audit.memory`.
 
     Without the peak if the platform is "cpu", since that of XLA:CPU leaves out temporaries (JAX
-    0.10), and where it is not known: a program from JAX's compilation cache has 0 (JAX 0.11, GPU).
+    0.10), and for programs from the compilation cache, for which JAX reports 0 (JAX 0.11, GPU).
     """
     stats = compiled.memory_analysis()
     fields = {name: field for name, field in _MEMORY.items() if hasattr(stats, field)}

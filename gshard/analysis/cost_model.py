@@ -79,11 +79,10 @@ class Cost:
             }
             return max(amounts, key=amounts.__getitem__)
         if self.wire > self.compute + self.memory:
-            overlapped = {"wire": self.wire}
+            amounts = {"wire": self.wire, "memory of the update": self.update}
         else:
-            overlapped = {"compute": self.compute, "memory": self.memory}
-        amounts = overlapped | {
-            "memory of the update": self.update,
+            amounts = {"compute": self.compute, "memory": self.memory + self.update}
+        amounts |= {
             "wire of the updated parameters": self.all_gather_params,
             "link to the host": self.host,
             "starts of collectives": self.starts,

@@ -62,7 +62,7 @@ class Verdict:
 
     @property
     def balance(self) -> float | None:
-        """Examples of a micro-batch for which computation takes as long as communication."""
+        """Examples of a micro-batch for which the other work takes as long as communication."""
         if self.cost is None or not self.cost.wire:
             return None
         busy = self.cost.compute + self.cost.memory

@@ -49,7 +49,7 @@ _FIRST = 128 - _HEADER.size  # bytes of a text in the first message; most are no
 def spans_processes(plan: Plan) -> bool:
     """Whether this process has something to compare with the others of the plan's mesh.
 
-    One process alone may have a mesh of several, of devices that are only compiled for.
+    A single process may have a mesh that spans several if it only compiles for the devices.
     """
     mesh = plan.mesh
     if not isinstance(mesh, Mesh) or not mesh.is_multi_process or jax.process_count() == 1:

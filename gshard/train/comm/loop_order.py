@@ -1,10 +1,11 @@
-"""Makes collectives wait for the loops before them that have some, on CPU devices.
+"""Makes a collective wait for earlier loops that contain collectives, on CPU devices.
 
-XLA:CPU starts the collectives of a program in its order, but of a loop only the start counts: a
-collective behind the loop may run while those of the loop still do. Devices then meet in different
-collectives, so that the process aborts, waits for ever, or exchanges the wrong data (openxla/xla,
-`xla/runtime/execution_graph.cc`; seen with JAX 0.12.0.1, and possible since 0.10.2). A collective
-that reads a value of the loop waits for its end. GPUs and TPUs run collectives one by one.
+XLA:CPU starts the collectives of a program in order, but orders only the start of a loop: a
+collective after the loop may run while the loop's own collectives still run. Devices then join
+different collectives, so that the process aborts, waits for ever, or exchanges the wrong data
+(openxla/xla, `xla/runtime/execution_graph.cc`; seen with JAX 0.12.0.1, and possible since 0.10.2).
+A collective that reads a result of the loop waits for its end. GPUs and TPUs run collectives one by
+one.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ _LOOPS = ("scan", "while", "cond")  # what XLA runs as a program within the prog
 
 
 def in_loop_order(fun: Callable[..., Any], group: Group) -> Callable[..., Any]:
-    """Returns `fun`, which runs on one device, with collectives that wait for loops before them.
+    """Returns `fun`, which runs on each device, with collectives that wait for earlier loops.
 
-    Where no collective could overtake a loop, and on other platforms, it is the same program.
+    Where no collective could overtake a loop, and on other platforms, it is the same program. Not
+    ordered are collectives of a call that do not use its operands, those that XLA moves out of a
+    loop because they do not change in it, and those that XLA inserts.
     """
     if group.platform != "cpu" or group.devices == 1:
         return fun
@@ -66,7 +69,7 @@ def _communicates(eqn: Any) -> bool:
 
 
 def _is_loop(eqn: Any) -> bool:
-    """Whether it is a loop with collectives, or calls one."""
+    """Whether it is a loop that contains collectives, or a call that contains such a loop."""
     return any(x.primitive.name in _LOOPS and _communicates(x) for x in with_inner(eqn))
 
 
@@ -97,28 +100,32 @@ def _waits(jaxpr: Any) -> tuple[list[list[Any]], list[Any]]:
     """Returns the variables that each equation, and that the results, must wait for.
 
     A collective waits for the last loop, and a loop for all collectives since the last one, unless
-    it reads something that was computed from them.
+    the waiting equation reads something that was computed from what it waits for.
     """
     waits: list[list[Any]] = [[] for _ in jaxpr.eqns]
-    loop, behind, since = None, set(), []
+    loop: list[Any] = []  # results of the last one
+    behind: set[Any] = set()  # what is computed from it
+    since: list[Any] = []  # results of collectives after it
     for i, eqn in enumerate(jaxpr.eqns):
         flags = _in(behind, [v for v in eqn.invars if not isinstance(v, Literal)])
         if _communicates(eqn):
             # Each of several operations must wait; a loop is one.
             waiting = any(flags) if eqn.primitive.name in _LOOPS else flags and all(flags)
-            if loop is not None and not waiting:
-                waits[i].append(loop)
+            if loop and not waiting:
+                waits[i] += loop
                 behind.update(eqn.outvars)
-            token = _token(eqn)
-            if _is_loop(eqn):
+            tokens = _tokens(eqn)
+            if tokens and _is_loop(eqn):
                 before = _ancestors(jaxpr, i)
                 waits[i] += [v for v in since if v not in before]
-                loop, behind, since = token, set(_computed(eqn)), []
-            elif token is not None:
-                since.append(token)
+                # Of a call with several results some may not come from its loop.
+                is_whole = eqn.primitive.name in _LOOPS or len(eqn.outvars) == 1
+                loop, behind, since = tokens, set(_computed(eqn) if is_whole else ()), []
+            else:
+                since += tokens
         behind.update(_behind(eqn, _in(behind, eqn.invars)))
     late = [v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in behind]
-    return waits, [loop] if loop is not None and late else []
+    return waits, loop if late else []
 
 
 def _in(found: set[Any], variables: Sequence[Any]) -> list[bool]:
@@ -144,8 +151,11 @@ def _ancestors(jaxpr: Any, i: int) -> set[Any]:
     """The variables that an equation's inputs are computed from, and these."""
     found = {v for v in jaxpr.eqns[i].invars if not isinstance(v, Literal)}
     for eqn in reversed(jaxpr.eqns[:i]):
-        if any(_in(found, eqn.outvars)):
-            found.update(v for v in eqn.invars if not isinstance(v, Literal))
+        flags = _in(found, eqn.outvars)
+        if eqn.primitive.name != "optimization_barrier":
+            flags = [any(flags)] * len(eqn.invars)
+        pairs = zip(eqn.invars, flags, strict=True)
+        found.update(v for v, flag in pairs if flag and not isinstance(v, Literal))
     return found
 
 
@@ -158,17 +168,20 @@ def _computed(eqn: Any) -> list[Any]:
     return [v for v, own in pairs if not isinstance(own, Literal) and own not in body.invars]
 
 
-def _token(eqn: Any) -> Any:
-    """A result of which one entry tells that an equation has ended; None if it has none."""
-    kinds = (jnp.floating, jnp.integer, jnp.bool_)
-    fit = [v for v in _computed(eqn) if v.aval.size]
-    return next((v for kind in kinds for v in fit if jnp.issubdtype(v.aval.dtype, kind)), None)
+def _tokens(eqn: Any) -> list[Any]:
+    """Results that are known only when the collectives of an equation have ended."""
+    own = jax.dtypes.extended
+    fit = [v for v in _computed(eqn) if v.aval.size and not jnp.issubdtype(v.aval.dtype, own)]
+    if eqn.primitive.name not in _LOOPS:
+        return fit
+    fit.sort(key=lambda v: not jnp.issubdtype(v.aval.dtype, jnp.inexact))  # XLA may know a counter
+    return fit[:1]
 
 
 def _evaluate(
     jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], inner: bool = False
 ) -> list[Any]:
-    """Evaluates a jaxpr in order; one of an inner jaxpr ends as a whole."""
+    """Evaluates a jaxpr in order. Results of an inner one are not tied: XLA ends it as a whole."""
     env = Bindings([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
     waits, outputs = _waits(jaxpr)
     for eqn, tokens in zip(jaxpr.eqns, waits, strict=True):
@@ -176,19 +189,20 @@ def _evaluate(
         if tokens:
             values = _after(eqn, values, env.read(tokens))
         with in_scope(eqn):
-            changes = {k: _rebuilt(v) for k, v in _bodies(eqn).items() if _is_loop(eqn)}
+            known = eqn.primitive.name in _LOOPS or called(eqn) is not None
+            changes = {k: _rebuilt(v) for k, v in _bodies(eqn).items() if known and _is_loop(eqn)}
             env.write(eqn.outvars, bind(eqn, values, **changes))
     out = env.read(jaxpr.outvars)
     if outputs and not inner:
         never = _never(env.read(outputs))
-        out = [_tied(x, never) for x in out]
+        out = [_tied(x, v.aval, never) for x, v in zip(out, jaxpr.outvars, strict=True)]
     return out
 
 
 def _rebuilt(body: Any) -> Any:
     """An inner jaxpr, or a tuple of them, in order."""
     if isinstance(body, (tuple, list)):
-        return type(body)(_rebuilt(x) for x in body)
+        return tuple(_rebuilt(x) for x in body)
     jaxpr, consts = opened(body)
     if not _is_unordered(jaxpr, inner=True):
         return body
@@ -198,20 +212,24 @@ def _rebuilt(body: Any) -> Any:
 
 
 def _after(eqn: Any, values: Sequence[Any], tokens: Sequence[Any]) -> list[Any]:
-    """The operands of an equation, such that it starts after what the tokens are results of.
+    """The operands of an equation, changed so that it starts after the tokens are known.
 
-    A loop waits for all that it starts with, and reads the smallest of it; anything else may be
-    several operations, so that each operand waits.
+    A loop starts when all of its operands are known, so its carry, or predicate, is enough.
+    Anything else may be several operations, so that each operand waits.
     """
     never, first, end = _never(tokens), 0, len(values)
     if eqn.primitive.name == "scan":
         constant, carried, _ = scan_sizes(eqn)
-        first, end = (constant, constant + carried) if carried else (constant, end)
+        carry = eqn.invars[constant : constant + carried]
+        # XLA may know a counter without the loop.
+        if any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in carry):
+            first, end = constant, constant + carried
     elif eqn.primitive.name == "while":
         first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     elif eqn.primitive.name == "cond":
         end = 1
-    return [_tied(x, never) if first <= i < end else x for i, x in enumerate(values)]
+    operands = enumerate(zip(values, eqn.invars, strict=True))
+    return [_tied(x, v.aval, never) if first <= i < end else x for i, (x, v) in operands]
 
 
 def _never(tokens: Sequence[Any]) -> jax.Array:
@@ -219,13 +237,15 @@ def _never(tokens: Sequence[Any]) -> jax.Array:
     found = jnp.bool_(False)
     for x in tokens:
         one = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
-        found |= one.astype(jnp.float32) > jnp.inf
+        found |= jnp.real(one).astype(jnp.float32) > jnp.inf
     return found
 
 
-def _tied(x: Any, never: jax.Array) -> Any:
-    """`x`, which is only known once `never` is."""
-    if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return x
-    other = -x if jnp.issubdtype(x.dtype, jnp.inexact) else ~x
+def _tied(x: Any, aval: Any, never: jax.Array) -> jax.Array:
+    """`x`, made to depend on `never`."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(x)
+        return jax.random.wrap_key_data(_tied(data, data, never), impl=jax.random.key_impl(x))
+    x = lax.convert_element_type(x, aval.dtype)  # of a literal
+    other = -x if jnp.issubdtype(aval.dtype, jnp.inexact) else ~x
     return lax.select(jnp.broadcast_to(never, x.shape), other, x)

@@ -45,7 +45,7 @@ np.testing.assert_allclose(list(losses(8)), list(losses(1)), rtol=1e-5)
 
 
 def unordered(text: str) -> list[tuple[str, str]]:
-    """Pairs of a loop with collectives and something that communicates, of which none waits."""
+    """Pairs of a loop with collectives and another operation with some, in no order."""
     computations: dict[str, dict[str, tuple[list[str], str]]] = {}
     now: dict[str, tuple[list[str], str]] = {}
     for line in text.splitlines():
@@ -146,7 +146,37 @@ def while_of_gathers(x):
     return jax.lax.while_loop(lambda x: x[0, 0] < 1e4, lambda x: x + gather(x).sum(), x)
 
 
+def loop_of_a_literal(x):
+    return x + jax.lax.scan(lambda s, y: (s + gather(y).sum(), None), 0.0, jnp.stack([x, x]))[0]
+
+
+def loop_of_a_counter(x):
+    _, y = jax.lax.scan(lambda i, y: (i + 1, gather(y)[:8]), 0, jnp.stack([x, 2 * x]))
+    return y.sum(0)
+
+
+def loop_of_a_key(x):
+    def body(key, y):
+        key, own = jax.random.split(key)
+        return key, gather(y)[:8] + jax.random.uniform(own, y.shape)
+
+    return jax.lax.scan(body, jax.random.key(0), jnp.stack([x, 2 * x]))[1].sum(0)
+
+
 INNER = {
+    "of a literal": loop_of_a_literal,
+    "of a counter": loop_of_a_counter,
+    "of a key": loop_of_a_key,
+    "beside a result in a jit": lambda x: sum(
+        jax.jit(lambda x: (jnp.sin(x), loop_of_gathers(x)))(x)
+    ),
+    "beside a result in a checkpoint": lambda x: sum(
+        jax.checkpoint(lambda x: (jnp.sin(x), loop_of_gathers(x)))(x)
+    ),
+    "of complex numbers": lambda x: jnp.abs(loop_of_gathers(x + 1j)),
+    "in a linear solver": lambda x: jax.lax.custom_linear_solve(
+        lambda y: 2 * y, x, lambda _, b: b / 2 + 0 * loop_of_gathers(b), symmetric=True
+    ),
     "scan": loop_of_gathers,
     "cond": branch_of_gathers,
     "while": while_of_gathers,
@@ -181,6 +211,23 @@ def test_an_order_that_the_compiler_removes_is_none():
     ordered, plain = on_each_device(fun)
     assert unordered(ordered.lower(ROWS).compile().as_text() or "") == []
     assert unordered(plain.lower(ROWS).compile().as_text() or "")
+
+    def before(x):
+        found, other = jax.lax.optimization_barrier((gather(2 * x)[:8], x))
+        return loop_of_gathers(other) + found
+
+    ordered, plain = on_each_device(before)
+    assert unordered(ordered.lower(ROWS).compile().as_text() or "") == []
+
+
+def test_a_result_of_a_call_may_be_known_before_its_loop_has_ended():
+    def fun(x):
+        first, second = jax.checkpoint(lambda x: (jnp.sin(x), loop_of_gathers(x)))(x)
+        return gather(first)[:8] + second
+
+    ordered, plain = on_each_device(fun)
+    assert unordered(ordered.lower(ROWS).compile().as_text() or "") == []
+    np.testing.assert_array_equal(ordered(ROWS), plain(ROWS))
 
 
 def test_results_wait_for_the_last_loop():
