@@ -28,10 +28,9 @@ import numpy as np
 
 import gshard
 from benchmarks.calibration import calibration
+from benchmarks.machine import target_of
 from benchmarks.timing import WARM_UP, in_turn
-from gshard._util.chips import chip_of
 from gshard._util.text import seconds_of, text_of, text_table
-from gshard.analysis.aot.target import Target
 from gshard.analysis.calibration import Calibration
 from gshard.analysis.setup import (
     Choices,
@@ -80,13 +79,13 @@ def predicted(name: str, measured: Calibration) -> list[Verdict]:
     """What `advise` says of a model's options, without those that keep gathered parameters."""
     model, arguments = sized(name)
     device, count = jax.devices()[0], measured.devices
-    chip = chip_of(device)
-    if chip is None or device.platform == "tpu":
+    target = target_of(device, count)
+    if target is None or target.platform == "tpu":
         raise SystemExit(f"advise has no target for {count} x {device.device_kind}")
     config = Config(
         model,
         arguments,
-        target=Target(chip.name, (count,) if device.platform == "cpu" else (1, count)),
+        target=target,
         devices=count,
         levels=tuple(LEVELS) if count > 1 else ("p_g_os",),
         choices=Choices(micro_batch_size=EXAMPLES),

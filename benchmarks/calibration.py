@@ -42,21 +42,20 @@ def calibration(small: bool) -> dict[str, Any]:
         )
         return partial(lambda run, x: jax.block_until_ready(run(x)), jax.jit(each), x)
 
-    def sums(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, _SUMS, lambda _, y: jax.lax.pmean(y, axes), x)
+    def repeated(
+        times: int, body: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array
+    ) -> Callable[[], Any]:
+        """A program of so many `y = body(x, y)`, from `y = x` on."""
+        return program(lambda x: jax.lax.fori_loop(0, times, lambda _, y: body(x, y), x), x)
 
-    def products(a: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, _PRODUCTS, lambda _, y: a @ y, a)
-
-    def streams(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, _STREAMS, lambda _, y: y + 1, x)
-
-    programs = {dtype: program(products, square(dtype)) for dtype in ("bfloat16", "float32")} | {
-        "memory": program(streams, own((count,)))
-    }
+    programs = {
+        dtype: repeated(_PRODUCTS, lambda a, b: a @ b, square(dtype))
+        for dtype in ("bfloat16", "float32")
+    } | {"memory": repeated(_STREAMS, lambda _, y: y + 1, own((count,)))}
     if devices > 1:
         gather = partial(jax.lax.all_gather, axis_name=axes, tiled=True)
-        programs |= {"start": program(sums, own((1,))), "link": program(gather, own((link,)))}
+        programs["start"] = repeated(_SUMS, lambda _, y: jax.lax.pmean(y, axes), own((1,)))
+        programs["link"] = program(gather, own((link,)))
     seconds = {name: median(times) for name, times in in_turn(programs, 20).items()}
     rates: dict[str, float | None] = {
         "bfloat16_flops": _PRODUCTS * 2 * n**3 / seconds["bfloat16"],

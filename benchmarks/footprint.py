@@ -98,11 +98,11 @@ def compiled_peak(compiled: Any, platform: str) -> int:
     H200 with JAX 0.11.2). There it is arguments + results - aliased + temporaries: what is
     allocated.
     """
-    memory = compiled.memory_analysis()
-    if platform != "cpu" and memory.peak_memory_in_bytes:
-        return memory.peak_memory_in_bytes
-    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return kept - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    from gshard.analysis.audit import compiled_memory
+
+    found = compiled_memory(compiled, platform)
+    kept = found["argument"] + found["output"] - found["alias"]
+    return found.get("peak", kept + found["temp"])
 
 
 def prepared(case: Any, level: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -25,14 +25,14 @@ import gshard
 from benchmarks.calibration import calibration  # noqa: F401 (a section, found by its name)
 from benchmarks.footprint import compiled_peak
 from benchmarks.groups import free_address
+from benchmarks.machine import target_of
 from benchmarks.models import Problem, gpt, mlp
 from benchmarks.programs import Program, by_gshard, on_one_device
 from benchmarks.timing import Ratio, in_turn, ratio
 from benchmarks.traces import overlap_of, read_trace
-from gshard._util.chips import chip_of, memory_of
+from gshard._util.chips import memory_of
 from gshard._util.text import bytes_of
 from gshard._util.version import versions
-from gshard.analysis.aot.target import Target
 from gshard.analysis.forecast import footprint_of, level_forecast
 from gshard.analysis.hlo import read_program
 from gshard.analysis.setup import Choices, TrainSetup, batch_bytes, sharded_setup
@@ -161,11 +161,8 @@ def planned_level(model: str, level: str, small: bool, devices: int) -> Found:
     state, plan = sharded_setup(setup, mesh, level, choices)
     forecast = level_forecast(plan, choices, batch_bytes(setup, plan, choices))
     seen = footprint_of(setup, state, plan, choices, device.platform)
-    chip = chip_of(device)
-    seconds = None
-    if chip is not None:
-        sizes = (1, mesh.size) if device.platform == "gpu" else (mesh.size // chip.per_chip,)
-        seconds = step_cost(Target(chip.name, sizes), plan, forecast, seen).step
+    target = target_of(device, mesh.size)
+    seconds = None if target is None else step_cost(target, plan, forecast, seen).step
     program = by_gshard(problem, examples, level, mesh, **shard)
     times = in_turn({level: program.run}, 5 if small else 20)[level]
     stats = device.memory_stats() or {}  # before the compiler's figure, which may compile again

@@ -18,10 +18,19 @@ JIT = "jit"
 _LIBRARIES = (str(Path(__file__).parents[1]), "site-packages")
 VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")  # elements as they are
 CHECKPOINTS = ("checkpoint", "remat2")
-COLLECTIVES = frozenset(
-    """psum psum2 psum_invariant pmax pmin all_gather all_gather_invariant reduce_scatter
-    psum_scatter all_to_all ragged_all_to_all ppermute pbroadcast""".split()
-)
+COLLECTIVES = {  # primitives, and HLO's names of what they do
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
+    "pbroadcast": "collective-broadcast",
+}
 _CALLS = (JIT, *CHECKPOINTS, "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
 
 
@@ -76,10 +85,10 @@ def in_scope(eqn: Any, default: str = "update") -> AbstractContextManager[Any]:
     return jax.named_scope(str(eqn.source_info.name_stack) or default)
 
 
-def bind_in_scope(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
+def bind_in_scope(eqn: Any, values: Sequence[Any], **changes: Any) -> Sequence[Any]:
     """Evaluates one equation like `bind`, in the named scope of the equation."""
     with in_scope(eqn):
-        return bind(eqn, values)
+        return bind(eqn, values, **changes)
 
 
 def bind_inlined(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
@@ -161,8 +170,14 @@ def all_equations(jaxpr: Any) -> Iterator[Any]:
 def with_inner(eqn: Any) -> Iterator[Any]:
     """Iterates over an equation and those of its inner jaxprs."""
     yield eqn
+    for inner in inner_jaxprs(eqn):
+        yield from all_equations(inner)
+
+
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """Iterates over the jaxprs among an equation's parameters, not over those inside them."""
     for value in eqn.params.values():
         for inner in value if isinstance(value, (tuple, list)) else (value,):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
-                yield from all_equations(inner)
+                yield inner

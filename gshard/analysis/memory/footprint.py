@@ -15,13 +15,13 @@ from typing import Any
 import jax
 
 from gshard._util.errors import GShardError
+from gshard._util.jaxpr import COLLECTIVES
 from gshard._util.validation import shown
 from gshard.analysis.cost_model import flops_of
 from gshard.analysis.memory.fusion import fused
 from gshard.analysis.memory.liveness import peak_of
 from gshard.analysis.memory.opening import program_of
 from gshard.analysis.memory.program import (
-    COLLECTIVES,
     FREE,
     NEW_CPU,
     RESHAPED,

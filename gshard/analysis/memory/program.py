@@ -12,20 +12,6 @@ from typing import Any
 import jax
 
 RESHAPED = ("reshape", "squeeze", "expand_dims", "bitcast_convert_type")
-# Of HLO, by primitive.
-COLLECTIVES = {
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "all_to_all": "all-to-all",
-    "ragged_all_to_all": "ragged-all-to-all",
-    "ppermute": "collective-permute",
-    "pbroadcast": "collective-broadcast",
-}
 FREE = -1  # the number of a value that takes no memory: a constant
 
 

@@ -23,16 +23,17 @@ from gshard._util.jaxpr import (
     COLLECTIVES,
     Bindings,
     abstract_like,
-    bind,
+    bind_in_scope,
     bind_inlined,
     body_of,
     called,
     evaluate,
-    in_scope,
+    inner_jaxprs,
     opened,
     scan_sizes,
     with_inner,
 )
+from gshard._util.jaxpr_dataflow import flow, sources
 from gshard.sharding.mesh import Group
 
 _LOOPS = ("scan", "while", "cond")  # what XLA runs as a program within the program
@@ -73,26 +74,13 @@ def _is_loop(eqn: Any) -> bool:
     return any(x.primitive.name in _LOOPS and _communicates(x) for x in with_inner(eqn))
 
 
-def _bodies(eqn: Any) -> dict[str, Any]:
-    """The jaxprs among an equation's parameters, by name: one, or a tuple of branches."""
-    found = {}
-    for name, value in eqn.params.items():
-        first = value[0] if isinstance(value, (tuple, list)) and value else value
-        if hasattr(getattr(first, "jaxpr", first), "eqns"):
-            found[name] = value
-    return found
-
-
 def _is_unordered(jaxpr: Any, inner: bool = False) -> bool:
     """Whether a collective could overtake a loop, here or in an inner jaxpr."""
     if not any(_is_loop(eqn) for eqn in jaxpr.eqns):
         return False
     waits, outputs = _waits(jaxpr)
     return any([*waits, outputs and not inner]) or any(
-        _is_unordered(opened(x)[0], inner=True)
-        for eqn in jaxpr.eqns
-        for body in _bodies(eqn).values()
-        for x in (body if isinstance(body, (tuple, list)) else (body,))
+        _is_unordered(body, inner=True) for eqn in jaxpr.eqns for body in inner_jaxprs(eqn)
     )
 
 
@@ -123,7 +111,8 @@ def _waits(jaxpr: Any) -> tuple[list[list[Any]], list[Any]]:
                 loop, behind, since = tokens, set(_computed(eqn) if is_whole else ()), []
             else:
                 since += tokens
-        behind.update(_behind(eqn, _in(behind, eqn.invars)))
+        flags = _behind(eqn, _in(behind, eqn.invars))
+        behind.update(v for v, flag in zip(eqn.outvars, flags, strict=True) if flag)
     late = [v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in behind]
     return waits, loop if late else []
 
@@ -133,18 +122,13 @@ def _in(found: set[Any], variables: Sequence[Any]) -> list[bool]:
     return [not isinstance(v, Literal) and v in found for v in variables]
 
 
-def _behind(eqn: Any, flags: Sequence[bool]) -> list[Any]:
-    """The results of an equation that are computed from inputs with a flag."""
+def _behind(eqn: Any, flags: Sequence[bool]) -> Sequence[bool]:
+    """Of each result of an equation, whether it is computed from an operand with a flag."""
     if eqn.primitive.name == "optimization_barrier":  # which XLA removes
-        return [v for v, flag in zip(eqn.outvars, flags, strict=True) if flag]
-    inner = called(eqn)
-    if inner is None:
-        return list(eqn.outvars) if any(flags) else []
-    jaxpr, _ = inner
-    found = {v for v, flag in zip(jaxpr.invars, flags, strict=True) if flag}
-    for x in jaxpr.eqns:
-        found.update(_behind(x, _in(found, x.invars)))
-    return [v for v, is_in in zip(eqn.outvars, _in(found, jaxpr.outvars), strict=True) if is_in]
+        return flags
+    if (inner := called(eqn)) is not None:
+        return flow(inner[0], flags, _behind, False)
+    return [any(flags)] * len(eqn.outvars)
 
 
 def _ancestors(jaxpr: Any, i: int) -> set[Any]:
@@ -164,8 +148,8 @@ def _computed(eqn: Any) -> list[Any]:
     if eqn.primitive.name != "scan":
         return list(eqn.outvars)
     body, _ = body_of(eqn)
-    pairs = zip(eqn.outvars, body.outvars, strict=True)
-    return [v for v, own in pairs if not isinstance(own, Literal) and own not in body.invars]
+    results = zip(eqn.outvars, body.outvars, sources(body), strict=True)
+    return [v for v, own, i in results if i is None and not isinstance(own, Literal)]
 
 
 def _tokens(eqn: Any) -> list[Any]:
@@ -188,10 +172,9 @@ def _evaluate(
         values = env.read(eqn.invars)
         if tokens:
             values = _after(eqn, values, env.read(tokens))
-        with in_scope(eqn):
-            known = eqn.primitive.name in _LOOPS or called(eqn) is not None
-            changes = {k: _rebuilt(v) for k, v in _bodies(eqn).items() if known and _is_loop(eqn)}
-            env.write(eqn.outvars, bind(eqn, values, **changes))
+        known = eqn.primitive.name in _LOOPS or called(eqn) is not None
+        changes = {k: _rebuilt(v) for k, v in eqn.params.items() if known and _is_loop(eqn)}
+        env.write(eqn.outvars, bind_in_scope(eqn, values, **changes))
     out = env.read(jaxpr.outvars)
     if outputs and not inner:
         never = _never(env.read(outputs))
@@ -199,16 +182,16 @@ def _evaluate(
     return out
 
 
-def _rebuilt(body: Any) -> Any:
-    """An inner jaxpr, or a tuple of them, in order."""
-    if isinstance(body, (tuple, list)):
-        return tuple(_rebuilt(x) for x in body)
-    jaxpr, consts = opened(body)
-    if not _is_unordered(jaxpr, inner=True):
-        return body
+def _rebuilt(param: Any) -> Any:
+    """A parameter of an equation, with the jaxprs in it in order."""
+    if type(param) is tuple:  # such as branches
+        return tuple(map(_rebuilt, param))
+    jaxpr, consts = opened(param)
+    if not hasattr(jaxpr, "eqns") or not _is_unordered(jaxpr, inner=True):
+        return param
     run = partial(_evaluate, jaxpr, consts, inner=True)
     made = jax.make_jaxpr(lambda *args: run(args))(*(abstract_like(v.aval) for v in jaxpr.invars))
-    return made if hasattr(body, "consts") else made.jaxpr
+    return made if hasattr(param, "consts") else made.jaxpr
 
 
 def _after(eqn: Any, values: Sequence[Any], tokens: Sequence[Any]) -> list[Any]:

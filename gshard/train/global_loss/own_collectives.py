@@ -12,10 +12,10 @@ from gshard._util.errors import GShardError
 from gshard._util.jaxpr import COLLECTIVES, with_inner
 from gshard.train.global_loss.registry import Decision, Given, partial_rule, rule
 
-_OF_AN_AXIS = COLLECTIVES | {"axis_index", "pvary"}
+_OF_AN_AXIS = {*COLLECTIVES, "axis_index", "pvary"}
 # all-reductions, of which those of replicated values run as they are written
-_SUMS = ("psum", "psum2", "psum_invariant")
-_OF_ONE_DEVICE = ("axis_index", "ppermute", "all_to_all", "reduce_scatter", "psum_scatter")
+_SUMS = ("psum", "psum_invariant")
+_OF_ONE_DEVICE = ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
 
 
 def check_own_collective(given: Given) -> None:
@@ -82,8 +82,8 @@ def _check(given: Given, eqn: Any, of_examples: bool) -> None:
         )
 
 
-@rule("ppermute", "psum2", "psum_invariant", "pvary", "pcast")
-@partial_rule("psum", "psum2", "psum_invariant", "pvary", "pcast")
+@rule("ppermute", "psum_invariant", "pvary", "pcast")
+@partial_rule("psum", "psum_invariant", "pvary", "pcast")
 def over_model_axes(given: Given) -> Decision:
     """Inside a `shard_map` over other axes: each entry with the same entry of other devices."""
     return Decision(given.placements, given.placements)

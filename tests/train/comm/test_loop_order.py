@@ -71,7 +71,7 @@ def unordered(text: str) -> list[tuple[str, str]]:
             (a, b)
             for a in loops
             for b in talks
-            if a != b and a not in after[b] | after[a] | {b} and b not in after[a]
+            if a != b and a not in after[b] and b not in after[a]
         ]
     return found
 
