@@ -68,12 +68,21 @@ class Bucket:
 
     def size(self, name: str) -> int | None:
         """The bytes of an object; None if there is none."""
+        about = self._about(name)
+        return None if about is None else about["size"]
+
+    def version(self, name: str) -> object:
+        """What another object of that name has different, by the store; None if there is none."""
+        about = self._about(name)
+        return None if about is None else (about["size"], about.get("ETag") or about.get("etag"))
+
+    def _about(self, name: str) -> dict[str, Any] | None:
         try:
             with self._explained("read", name):
                 about = self._fs.info(self._path(name))
         except FileNotFoundError:
             return None
-        return about["size"] if about["type"] == "file" else None
+        return about if about["type"] == "file" else None
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """The bytes of an object, or some of them; fewer where it ends."""

@@ -5,8 +5,9 @@ then C++ ends them. So a failed process ends itself before JAX's exit functions 
 close, and the others notice. `atexit` functions that were registered after gshard was imported run
 first; earlier ones, like JAX's, do not run.
 
-Before a machine is taken away, its processes get SIGTERM. All processes of the job then stop at the
-same call, on which JAX's coordinator agrees, wherever the signal arrived.
+Before a machine is taken away, its processes get SIGTERM, or SIGUSR1 if a job script of Slurm says
+so. All processes of the job then stop at the same call, on which JAX's coordinator agrees, wherever
+the signal arrived.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ Batch = TypeVar("Batch")
 
 # EX_TEMPFAIL of sysexits.h, "try again later".
 PREEMPTED_EXIT_CODE = 75
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 # What a collective or JAX's coordinator says when another process has gone. No more than that: the
 # words are looked for in what the user's program prints, too.
@@ -116,10 +119,11 @@ def preempted() -> bool:
 
     Call it once a step, on every process. After the first call, SIGTERM no longer ends this
     process: save, and call `sys.exit(PREEMPTED_EXIT_CODE)`, before the sender of the signal kills
-    the process (30 s with `gshard launch`).
+    the process (30 s with `gshard launch`). The same holds for SIGUSR1, unless the program has a
+    handler for it.
 
     Returns:
-      True once any process of the job has received SIGTERM.
+      True once any process of the job has received one of them.
 
     Raises:
       GShardError: with several processes, where JAX's preemption service is turned off; alone, for
@@ -135,8 +139,8 @@ def preempted() -> bool:
     """
     global _calls, _told
     _calls += 1
+    _listen()
     if jax.process_count() == 1:
-        _listen()
         _told = _signal_received.is_set()
         return _told
     try:
@@ -206,11 +210,17 @@ def _listen() -> None:
     global _listening
     if _listening:
         return
+    alone = jax.process_count() == 1
     if threading.current_thread() is not threading.main_thread():
+        if not alone:  # JAX listens for SIGTERM, in a thread of its own
+            return
         raise CallOrderError(
             "preempted() listens for SIGTERM, which Python allows in the main thread alone: call "
             "it there first."
         )
     # The signal may come again: from the scheduler, and from the launcher too.
-    signal.signal(signal.SIGTERM, lambda number, frame: _signal_received.set())
+    if alone:
+        signal.signal(signal.SIGTERM, lambda number, frame: _signal_received.set())
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda number, frame: signal.raise_signal(signal.SIGTERM))
     _listening = True

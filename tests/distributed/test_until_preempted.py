@@ -16,15 +16,17 @@ from gshard.distributed import exit
 
 @pytest.fixture
 def alone(monkeypatch):
-    """A process that has not listened for SIGTERM before, nor does afterwards."""
+    """A process that has not listened for signals before, nor does afterwards."""
     monkeypatch.setattr(exit, "_listening", False)
     monkeypatch.setattr(exit, "_signal_received", threading.Event())
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in exit.STOP_SIGNALS}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def test_the_position_of_a_loader_is_that_of_the_batches_it_gave(alone):
+@pytest.mark.parametrize("number", exit.STOP_SIGNALS)
+def test_the_position_of_a_loader_is_that_of_the_batches_it_gave(alone, number):
     params = {"w": np.ones((8, 8), np.float32)}
     _, plan = gshard.shard_train_state((params, optax.sgd(0.1)), gshard.make_mesh(), "dp")
     loader = gshard.DataLoader({"x": np.arange(80)}, 8, plan)
@@ -37,10 +39,18 @@ def test_the_position_of_a_loader_is_that_of_the_batches_it_gave(alone):
         for _ in gshard.distributed.until_preempted(loader, save):
             seen += 1
             if seen == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
     assert stopped.value.code == gshard.distributed.PREEMPTED_EXIT_CODE
     assert seen == 3
     assert saved == [3]
+
+
+def test_a_handler_of_the_program_stays(alone):
+    seen = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    for i in gshard.distributed.until_preempted(range(3)):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert len(seen) == i + 1
 
 
 def test_batches_that_end_by_themselves(alone):

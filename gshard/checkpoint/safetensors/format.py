@@ -25,7 +25,7 @@ import numpy as np
 
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten, same_leaves
-from gshard.checkpoint.safetensors.place import Place, read_range, size_of
+from gshard.checkpoint.safetensors.place import Place, read_range, size_of, version_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_abstract, refuse_donated
@@ -75,6 +75,7 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]  # the full shape
     offset: int  # the byte of the file at which the tensor begins
     nbytes: int
+    version: object  # of the file, when its header was read
 
     def view(self) -> np.ndarray:
         """The tensor in a file of a file system, unread."""
@@ -149,7 +150,7 @@ def tensors_of(file: Place, call: str) -> dict[str, Stored]:
 
 def _tensors(file: Place) -> dict[str, Stored]:
     """The tensors by a header; a `ValueError`, or the like, unless they fill the file."""
-    size = size_of(file)
+    size, version = size_of(file), version_of(file)
     first = read_range(file, 0, min(_FIRST, size))
     length = int.from_bytes(first[: _LENGTH.size], "little")
     start = _LENGTH.size + length
@@ -167,11 +168,21 @@ def _tensors(file: Place) -> dict[str, Stored]:
         if begin != end or not fits or not whole:
             where = f"at bytes {begin} to {after}, behind {end} bytes of others"
             raise ValueError(f"{name} is {dtype}{shape} {where}")
-        found[name] = Stored(file, dtype, tuple(shape), start + begin, after - begin)
+        found[name] = Stored(file, dtype, tuple(shape), start + begin, after - begin, version)
         end = after
     if start + end != size:
         raise ValueError(f"it has {size:,} bytes, and its tensors end at {start + end:,}")
     return {name: found[name] for name in entries}  # in the order of the header
+
+
+def refuse_replaced(tensors: Iterable[Stored], call: str) -> None:
+    """Refuses tensors of files that were written again or replaced since they were looked at."""
+    versions = {tensor.path: tensor.version for tensor in tensors}
+    if changed := [str(file) for file, old in versions.items() if version_of(file) != old]:
+        raise GShardError(
+            f"{call}: {some(changed)} changed while it was read, so old and new weights may be "
+            "mixed. The state is as it was: call again once nothing writes there."
+        )
 
 
 def row_major(x: np.ndarray) -> Iterator[memoryview]:

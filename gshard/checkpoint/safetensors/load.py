@@ -25,6 +25,7 @@ from gshard.checkpoint.safetensors.format import (
     DTYPES,
     Stored,
     Weight,
+    refuse_replaced,
     replace_weights,
     weights_of,
 )
@@ -92,9 +93,9 @@ def load_safetensors(
 
     Raises:
       GShardError: a file is missing, cut, damaged or not of this format; the folder has several
-        models; weights of the state are missing in the file or it has others; a shape or, without
-        `cast`, a dtype differs; the map is unknown or has no rule for a weight; or a store does
-        not answer. With several processes every one raises.
+        models; a file changes while it is read; weights of the state are missing in the file or it
+        has others; a shape or, without `cast`, a dtype differs; the map is unknown or has no rule
+        for a weight; or a store does not answer. With several processes every one raises.
 
     Example:
       >>> mesh = gshard.make_mesh()
@@ -141,7 +142,9 @@ def load_safetensors(
             dtypes = (wanted[name].layout.dtype, layout.dtype)  # by way of a master copy's
             return _shard_weight(pieces[name], found, dtypes, layout, plan)
 
-        return replace_weights(components, plan, make)
+        new = replace_weights(components, plan, make)
+        refuse_replaced(found.values(), _CALL)
+        return new
 
     new = run_on_all(read, plan.mesh, call=_CALL)
     pairs = zip(*(jax.tree.leaves(x.params) for x in (components, new)), strict=True)

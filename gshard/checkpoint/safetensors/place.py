@@ -74,6 +74,17 @@ def size_of(file: Place) -> int:
     return file.size
 
 
+def version_of(file: Place) -> object:
+    """What differs once the file was written again or replaced; None if there is none."""
+    if isinstance(file, ObjectPath):
+        return file.bucket.version(file.key)
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def read_range(file: Place, start: int, end: int) -> bytes:
     """Some bytes of a file; fewer where it ends."""
     if isinstance(file, ObjectPath):

@@ -34,7 +34,7 @@ _EXAMPLES = """examples:
       on each of up to four machines: an elastic job, which goes on with those that are left
 exit code:
   that of the first process to fail (128 + the signal that killed it); 75 when the job was told to
-  stop (SIGTERM) and all processes did so in order; 130 after Ctrl-C
+  stop (SIGTERM, SIGUSR1) and all processes did so in order; 130 after Ctrl-C
 """
 
 

@@ -77,7 +77,7 @@ def kill_rest(pid: int) -> None:
 
 
 def _watch_over() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent may still need it
     watched: set[int] = set()
     for line in sys.stdin:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from gshard._util.cgroup import contents
 from gshard._util.errors import GShardError
 from gshard.distributed import env_vars
-from gshard.distributed.exit import PREEMPTED_EXIT_CODE
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE, STOP_SIGNALS
 from gshard.distributed.launch.compilation_cache import cache_variables
 from gshard.distributed.launch.event_log import EventLog, Status
 from gshard.distributed.launch.exit_status import End, first_cause
@@ -280,10 +280,16 @@ def _memory_kills() -> int:
 
 @contextmanager
 def collected_signals() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT in a list instead of letting them end this program."""
+    """Collects SIGTERM and SIGINT in a list instead of letting them end this program.
+
+    What else asks a job to stop counts as SIGTERM.
+    """
     signals: list[int] = []
-    both = (signal.SIGTERM, signal.SIGINT)
-    before = {n: signal.signal(n, lambda number, frame: signals.append(number)) for n in both}
+
+    def collect(number: int, frame: object) -> None:
+        signals.append(signal.SIGTERM if number in STOP_SIGNALS else number)
+
+    before = {n: signal.signal(n, collect) for n in (*STOP_SIGNALS, signal.SIGINT)}
     try:
         yield signals
     finally:

@@ -21,7 +21,7 @@ from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, 
 from gshard._util.validation import check_integer, flag, shown
 from gshard.distributed import env_vars
 from gshard.distributed.env_vars import chosen_gpus, device_shares, visible_gpus
-from gshard.distributed.exit import PREEMPTED_EXIT_CODE
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE, STOP_SIGNALS
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
 from gshard.distributed.launch.child import Failure, Result, run
 from gshard.distributed.launch.exit_status import first_cause, in_words, meaning
@@ -279,11 +279,9 @@ class Spawned:
 
     @contextmanager
     def _passing_on_sigterm(self) -> Iterator[None]:
-        """While the main thread waits, SIGTERM is for the processes: they save and stop."""
+        """While the main thread waits, signals to stop are for the processes: they save first."""
         main = threading.current_thread() is threading.main_thread()
-        if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            yield
-            return
+        mine = [n for n in STOP_SIGNALS if main and signal.getsignal(n) is signal.SIG_DFL]
 
         def pass_on(number: int, frame: object) -> None:
             self._supervisor.send(signal.SIGTERM)
@@ -291,11 +289,13 @@ class Spawned:
             timer.daemon = True
             timer.start()
 
-        signal.signal(signal.SIGTERM, pass_on)
+        for number in mine:
+            signal.signal(number, pass_on)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number in mine:
+                signal.signal(number, signal.SIG_DFL)
 
 
 class _Child(Child):

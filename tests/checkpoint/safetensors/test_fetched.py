@@ -92,4 +92,4 @@ def test_rows_and_columns(small):
 def test_a_file_that_ends_early_is_told(tmp_path):
     (tmp_path / "x").write_bytes(b"1234")
     with pytest.raises(Exception, match="x was cut short while it was read"):
-        Stored(tmp_path / "x", "U8", (8,), 0, 8).read(0, 8)
+        Stored(tmp_path / "x", "U8", (8,), 0, 8, None).read(0, 8)

@@ -19,6 +19,7 @@ from flax.training.train_state import TrainState
 
 import gshard
 from gshard._util.durable import NewFile
+from gshard.checkpoint.safetensors import load
 from gshard.checkpoint.safetensors.format import BLOCK, row_major
 from tests.checkpoint.safetensors.export_models import (
     LEVELS,
@@ -514,6 +515,42 @@ def test_other_kinds_are_not_cast(tmp_path):
         safetensors.save_file(tensors, tmp_path / "x")
         with pytest.raises(gshard.GShardError, match="cast=True converts floating dtypes"):
             gshard.load_safetensors(state, tmp_path / "x", cast=True)
+
+
+def replaced_meanwhile(monkeypatch, replace):
+    """Makes the next load call `replace` after its first weight."""
+    done, original = [], load._shard_weight
+
+    def shard_weight(*args):
+        if len(done) == 1:
+            replace()
+        done.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(load, "_shard_weight", shard_weight)
+
+
+@pytest.mark.parametrize("how", ["renamed", "written over"])
+def test_a_file_that_is_replaced_while_it_is_read(tmp_path, monkeypatch, how):
+    file, params = tmp_path / "x", {name: np.zeros(3, np.float32) for name in "abc"}
+    state, _ = simple(params)
+    gshard.save_safetensors(state, file)
+    new, _ = simple({name: x + 1 for name, x in params.items()})
+    content = file.read_bytes()
+    gshard.save_safetensors(new, tmp_path / "y")
+
+    def replace():
+        if how == "renamed":
+            os.replace(tmp_path / "y", file)
+        else:
+            file.write_bytes((tmp_path / "y").read_bytes())
+
+    replaced_meanwhile(monkeypatch, replace)
+    with pytest.raises(gshard.GShardError, match="x changed while it was read"):
+        gshard.load_safetensors(state, file)
+    assert len(content) == file.stat().st_size and content != file.read_bytes()
+    assert_same(gshard.full_params(state), params)
+    assert_same(gshard.full_params(gshard.load_safetensors(state, file)), gshard.full_params(new))
 
 
 def test_paths_and_arguments_of_import(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ from tests.checkpoint.safetensors.test_safetensors import (
     assert_same,
     every_form,
     raw,
+    replaced_meanwhile,
     safetensors,
     simple,
 )
@@ -67,6 +68,19 @@ def test_an_object_is_replaced(address):
         gshard.save_safetensors(large(1, value), f"{address}/x")
         back = gshard.full_params(gshard.load_safetensors(state, f"{address}/x"))
         assert (np.asarray(back["a"]) == value).all()
+
+
+def test_an_object_that_is_replaced_while_it_is_read(address, monkeypatch):
+    def replace():
+        gshard.save_safetensors(large(2, 2.0, 16), f"{address}/x")
+
+    state = large(2, 1.0, 16)
+    gshard.save_safetensors(state, f"{address}/x")
+    replaced_meanwhile(monkeypatch, replace)
+    with pytest.raises(gshard.GShardError, match="x changed while it was read"):
+        gshard.load_safetensors(state, f"{address}/x")
+    back = gshard.full_params(gshard.load_safetensors(state, f"{address}/x"))
+    assert (np.asarray(back["a"]) == 2).all() and (np.asarray(back["b"]) == 3).all()
 
 
 def test_shards_with_an_index(address, tmp_path):

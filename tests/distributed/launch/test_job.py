@@ -17,6 +17,7 @@ import pytest
 
 import gshard
 from gshard.cli.main import main
+from gshard.distributed.exit import STOP_SIGNALS
 from gshard.distributed.launch import output
 from gshard.distributed.launch.cli import request
 from gshard.distributed.launch.event_log import EventLog, Status
@@ -251,10 +252,11 @@ def test_a_job_that_fails_again_is_given_up(tmp_path):
 # ---- signals ------------------------------------------------------------------------------------
 
 
-def test_told_to_stop_all_stop_at_the_same_step(tmp_path):
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_told_to_stop_all_stop_at_the_same_step(tmp_path, number):
     with running(launch("--nproc_per_node", 2, WORKER, "until_told"), tmp_path) as job:
         job.until_training()
-        job.process.send_signal(signal.SIGTERM)
+        job.process.send_signal(number)
         assert job.code() == gshard.distributed.PREEMPTED_EXIT_CODE == 75, job.err
         saved = re.findall(r"\[rank (\d)\] saved at (\d+)", job.out)
         assert sorted(rank for rank, _ in saved) == ["0", "1"]
@@ -266,7 +268,7 @@ def test_told_to_stop_all_stop_at_the_same_step(tmp_path):
 def test_a_signal_to_one_process_stops_all(tmp_path):
     with running(launch("--nproc_per_node", 2, WORKER, "until_told"), tmp_path) as job:
         job.until_training()
-        os.kill(job.ranks()[1], signal.SIGTERM)
+        os.kill(job.ranks()[1], signal.SIGUSR1)
         assert job.code() == gshard.distributed.PREEMPTED_EXIT_CODE, job.err
         assert len(set(re.findall(r"saved at (\d+)", job.out))) == 1
 

@@ -20,6 +20,7 @@ import pytest
 from flax import nnx
 
 import gshard
+from gshard.distributed.exit import STOP_SIGNALS
 from tests.distributed.launch import spawned_functions as functions
 from tests.jobs import ROOT, launch, running
 
@@ -199,10 +200,11 @@ def test_nobody_outlives_the_parent(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_parent_passes_sigterm_on_and_ends_with_its_code(tmp_path):
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_the_parent_passes_signals_to_stop_on_and_ends_with_its_code(tmp_path, number):
     with running(program("until_told"), tmp_path) as job:
         job.until_training()
-        job.process.send_signal(signal.SIGTERM)
+        job.process.send_signal(number)
         assert job.code() == gshard.distributed.PREEMPTED_EXIT_CODE, job.err
         saved = re.findall(r"saved at (\d+)", job.out)
         assert len(saved) == 2
