@@ -22,8 +22,9 @@ from gshard._util.validation import shown
 from gshard.checkpoint.checksums import Damage, verify_step
 from gshard.checkpoint.disk_lock import is_locked_by, lock, unlock
 from gshard.checkpoint.manifest import PROCESS_MANIFESTS
-from gshard.checkpoint.orbax import ARRAYS, read
+from gshard.checkpoint.orbax import ARRAYS
 from gshard.checkpoint.own_files import begin_files, combine
+from gshard.checkpoint.read_arrays import read_arrays
 from gshard.checkpoint.step_files import StepFolder
 from gshard.checkpoint.step_info import DAMAGED, DATA, DESCRIPTION, STEP, WRITTEN_LAST, StepInfo
 from gshard.checkpoint.store import Wanted, Wants
@@ -217,7 +218,7 @@ class DiskReader:
 
     def read(self, step: int, wanted: Wanted) -> dict[str, jax.Array]:
         """Arrays by path."""
-        return read(self._disk.step(step).path, wanted)
+        return read_arrays(self._disk.step(step).path / ARRAYS, wanted)
 
     def __enter__(self) -> Self:
         return self

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from gshard.checkpoint.array_ranges import array_of, entries
+from gshard.checkpoint.read_arrays import open_arrays
 from gshard.checkpoint.store import Wanted
 
 Box = tuple[range, ...]  # the indices of a block, or of a shard, in each dimension
@@ -56,8 +57,5 @@ def _overlap(a: range, b: range) -> bool:
 
 
 def _block_shape(folder: Path, array: str) -> Sequence[int]:
-    import tensorstore as ts
-
-    where = {"driver": "ocdbt", "base": f"file://{folder}/", "path": f"{array}/"}
-    opened = ts.open({"driver": "zarr3", "kvstore": where}).result()
+    opened = open_arrays(folder, [array])[array].result()
     return [size or 1 for size in opened.chunk_layout.read_chunk.shape or ()]

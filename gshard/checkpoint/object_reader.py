@@ -32,7 +32,8 @@ from gshard.checkpoint.checksums import (
 from gshard.checkpoint.data_state import data_state_name
 from gshard.checkpoint.manifest import PROCESS_MANIFESTS, Listed, Segment, is_in, process_manifest
 from gshard.checkpoint.needed_ranges import needed_ranges
-from gshard.checkpoint.orbax import ARRAYS, read
+from gshard.checkpoint.orbax import ARRAYS
+from gshard.checkpoint.read_arrays import read_arrays
 from gshard.checkpoint.step_files import StepFiles, run_parallel
 from gshard.checkpoint.step_info import DATA, StepInfo
 from gshard.checkpoint.store import Wanted, Wants
@@ -87,7 +88,7 @@ class ObjectReader:
 
     def read(self, step: int, wanted: Wanted) -> dict[str, jax.Array]:
         """Arrays by path."""
-        return read(self.fetch(step, wanted), wanted)
+        return read_arrays(self.fetch(step, wanted) / ARRAYS, wanted)
 
     def fetch(self, step: int, wanted: Wanted) -> Path:
         """A folder with what of the step is needed to read these arrays."""

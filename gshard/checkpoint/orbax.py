@@ -1,4 +1,4 @@
-"""Arrays on disk, by Orbax: each process writes its shards, and reads what its devices need.
+"""Arrays on disk, by Orbax: each process writes its shards.
 
 It also reads checkpoints of a Flax `TrainState` that Orbax wrote without gshard.
 """
@@ -29,6 +29,7 @@ from gshard.checkpoint.arrays import (
 )
 from gshard.checkpoint.manifest import Range
 from gshard.checkpoint.quiet_orbax import orbax_module
+from gshard.checkpoint.read_arrays import unreadable
 from gshard.checkpoint.step_info import MANIFEST
 from gshard.train_state.components import ShardedOptState
 
@@ -66,21 +67,6 @@ def write(step: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
 def merge(step: Path) -> None:
     """Combines what all processes have written; called by the first."""
     _handler().finalize(epath(step / ARRAYS))
-
-
-def read(step: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Reads arrays by path with the shapes, dtypes and shardings of `wanted`.
-
-    A larger shape than the stored one is padded with zeros, a smaller one is cut.
-    """
-    ocp = orbax_module()
-
-    how = {path: _how_to_read(x) for path, x in wanted.items()}
-    arguments = ocp.args.PyTreeRestore(item=dict(wanted), restore_args=how, partial_restore=True)
-    try:
-        return _reader().restore(epath(step / ARRAYS), args=arguments)
-    except Exception as error:
-        raise GShardError(f"{_unreadable(error)} `gshard verify` names the files.") from error
 
 
 def differing_arrays(read_stored: Read, arrays: Mapping[str, jax.Array]) -> list[str]:
@@ -122,12 +108,6 @@ def _how_to_read(wanted: jax.ShapeDtypeStruct) -> Any:
     )
 
 
-def _unreadable(error: Exception) -> str:
-    """The message of TensorStore or Orbax about unreadable arrays, without its settings."""
-    text = " ".join(str(error).partition("[tensorstore_spec")[0].split())
-    return f"cannot be read: {text[:300]}{'...' if len(text) > 300 else ''}."
-
-
 def _bits(x: jax.Array) -> bytes:
     return np.asarray(x).tobytes()
 
@@ -141,18 +121,6 @@ def _handler() -> Any:
 
     # Weights hardly compress; without it, writing is as fast as the disk.
     return ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
-
-
-def _reader() -> Any:
-    """A handler that reads the files of this process's shards, and none for each process."""
-    ocp = orbax_module()
-
-    # Array metadata is a file of each process; what it holds is only of use for random keys.
-    arrays = ocp.type_handlers.ArrayHandler(array_metadata_store=None)
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    return ocp.PyTreeCheckpointHandler(
-        use_ocdbt=True, use_zarr3=True, use_compression=False, type_handler_registry=registry
-    )
 
 
 def epath(folder: Path) -> Any:
@@ -201,7 +169,7 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
     try:
         tree: Any = handler.metadata(epath(folder)).tree
     except Exception as error:
-        raise GShardError(f"import_orbax: {folder} {_unreadable(error)}") from error
+        raise GShardError(f"import_orbax: {folder} {unreadable(error)}") from error
     paths, described, structure = flatten(tree)
     names = [_own_name(name) for name in paths]
     layouts = layouts_of(plan)
@@ -226,7 +194,7 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
         try:
             found = handler.restore(epath(folder), args=arguments)
         except Exception as error:
-            raise GShardError(_unreadable(error)) from error
+            raise GShardError(unreadable(error)) from error
         leaves = structure.flatten_up_to(found)
         return {name: x for name, x in zip(names, leaves, strict=True) if name in wanted}
 

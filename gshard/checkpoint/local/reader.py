@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from gshard._util.durable import write_file
 from gshard._util.scratch import scratch_folder
-from gshard.checkpoint.bounds import bounds_of
+from gshard.checkpoint.bounds import Bounds
 from gshard.checkpoint.checksums import Damage
 from gshard.checkpoint.data_state import data_state_name
 from gshard.checkpoint.local.complete import Save, find_save
@@ -35,6 +35,7 @@ from gshard.checkpoint.local.shards import (
 )
 from gshard.checkpoint.local.store import LocalStore
 from gshard.checkpoint.manifest import write_manifests
+from gshard.checkpoint.place_shards import place_shards
 from gshard.checkpoint.step_files import StepFiles, StepFolder
 from gshard.checkpoint.step_info import DATA, DESCRIPTION
 from gshard.checkpoint.store import Wanted, Wants
@@ -189,14 +190,16 @@ def _described(store: LocalStore, step: int, noted: Mapping[str, Any]) -> _Descr
 
 def _array(path: str, x: jax.ShapeDtypeStruct, found: _Found) -> jax.Array:
     """An array, each shard made of the pieces that have some of it."""
-    sharding: Any = x.sharding
 
-    def shard(index: Any) -> np.ndarray:
-        key = Key(path, bounds_of(index, x.shape))
+    def shard(bounds: Bounds) -> np.ndarray:
+        key = found.stored(Key(path, bounds))
+        pieces = dict(found.pieces(key))
+        if key in pieces and pieces[key].dtype == x.dtype:  # the layout is that of the save
+            return pieces[key]
         out = np.zeros(key.shape, x.dtype)
-        for piece, values in found.pieces(found.stored(key)):
+        for piece, values in pieces.items():
             both = piece.shared(key)
             out[both.within(key)] = values[both.within(piece)]
         return out
 
-    return jax.make_array_from_callback(x.shape, sharding, shard, dtype=x.dtype)
+    return place_shards(x, shard)

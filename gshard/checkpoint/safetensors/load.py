@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from gshard._util.durable import file_path
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.validation import flag
 from gshard.checkpoint.arrays import with_components
-from gshard.checkpoint.bounds import Bounds, bounds_of
+from gshard.checkpoint.bounds import Bounds
+from gshard.checkpoint.place_shards import place_shards
 from gshard.checkpoint.safetensors.fetched import Fetched
 from gshard.checkpoint.safetensors.folder import tensors_at
 from gshard.checkpoint.safetensors.format import (
@@ -140,7 +140,7 @@ def load_safetensors(
             if name not in wanted:
                 return old
             dtypes = (wanted[name].layout.dtype, layout.dtype)  # by way of a master copy's
-            return _shard_weight(pieces[name], found, dtypes, layout, plan)
+            return _weight(pieces[name], found, dtypes, layout, plan.abstract(layout))
 
         new = replace_weights(components, plan, make)
         refuse_replaced(found.values(), _CALL)
@@ -282,28 +282,22 @@ def _fits(stored: Any, wanted: Any, cast: bool) -> bool:
     return any(jnp.issubdtype(stored, k) and jnp.issubdtype(wanted, k) for k in kinds)
 
 
-def _shard_weight(
+def _weight(
     pieces: Sequence[Piece],
     found: Mapping[str, Stored],
     dtypes: Sequence[Any],
     layout: Layout,
-    plan: Plan,
+    stored: jax.ShapeDtypeStruct,
 ) -> jax.Array:
-    """One weight in its layout; each shard is read once, padded, and freed after its transfer."""
-    sharding, shape = plan.sharding(layout), layout.stored_shape
-    devices: dict[Bounds, list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        devices.setdefault(bounds_of(index, shape), []).append(device)
-    shards, fetched = [], dict[str, Fetched]()
-    for bounds, same in devices.items():
+    """One weight in its layout, as it is `stored` in a state."""
+    fetched = dict[str, Fetched]()
+
+    def read(bounds: Bounds) -> np.ndarray:
         ends = zip(bounds, layout.shape, strict=True)
         inside = tuple(slice(min(a, n), min(b, n)) for (a, b), n in ends)
-        x = _padded(_read(pieces, found, fetched, inside, dtypes), bounds)
-        for device in same:
-            single = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-            shards.append(jax.device_put(x, single, may_alias=False))
-        jax.block_until_ready(shards)  # otherwise several shards would be on the host at a time
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+        return _read(pieces, found, fetched, inside, dtypes)
+
+    return place_shards(stored, read)
 
 
 def _read(
@@ -336,11 +330,6 @@ def _read(
     out = out.reshape([math.prod(sized[x] for x in group) for group in axes])
     whole = slice(None)
     return out[tuple(whole if len(g) == 1 else s for g, s in zip(axes, index, strict=True))]
-
-
-def _padded(x: np.ndarray, bounds: Bounds) -> np.ndarray:
-    widths = [(0, b - a - n) for (a, b), n in zip(bounds, x.shape, strict=True)]
-    return np.pad(x, widths) if any(after for _, after in widths) else x
 
 
 def _converted(name: str, x: np.ndarray, dtypes: Sequence[Any]) -> np.ndarray:

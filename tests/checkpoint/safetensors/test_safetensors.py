@@ -519,15 +519,15 @@ def test_other_kinds_are_not_cast(tmp_path):
 
 def replaced_meanwhile(monkeypatch, replace):
     """Makes the next load call `replace` after its first weight."""
-    done, original = [], load._shard_weight
+    done, original = [], load._weight
 
-    def shard_weight(*args):
+    def weight(*args):
         if len(done) == 1:
             replace()
         done.append(args)
         return original(*args)
 
-    monkeypatch.setattr(load, "_shard_weight", shard_weight)
+    monkeypatch.setattr(load, "_weight", weight)
 
 
 @pytest.mark.parametrize("how", ["renamed", "written over"])
