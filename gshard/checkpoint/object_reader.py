@@ -11,14 +11,13 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
 import jax
 
-from gshard._util.crc32 import crc32
 from gshard._util.errors import GShardError
 from gshard._util.scratch import scratch_folder
 from gshard.checkpoint.bucket import REQUESTS
@@ -34,12 +33,13 @@ from gshard.checkpoint.manifest import PROCESS_MANIFESTS, Listed, Segment, is_in
 from gshard.checkpoint.needed_ranges import needed_ranges
 from gshard.checkpoint.orbax import ARRAYS
 from gshard.checkpoint.read_arrays import read_arrays
-from gshard.checkpoint.step_files import StepFiles, run_parallel
+from gshard.checkpoint.step_files import THREADS, StepFiles, checksum_of, run_parallel
 from gshard.checkpoint.step_info import DATA, StepInfo
 from gshard.checkpoint.store import Wanted, Wants
 
 _OF_PROCESS = re.compile(rf"{ARRAYS}/ocdbt\.process_(\d+)/.*")
-_PIECE = 2**26  # bytes of one request for what has no checksums
+_REQUEST = 2**23  # bytes of one; fewer take about as long, and more need memory
+_DIFFERS = "differs from what was written"
 
 
 class RangeFiles(StepFiles, Protocol):
@@ -76,8 +76,8 @@ class ObjectReader:
             found = copy.copy_descriptions(listed) or check_description(copy.files)
             if not found:
                 found = copy.copy_arrays(wants(StepInfo.read(copy.files)), listed)
-                for name in {data_state_name(x) for x in (0, jax.process_index())} & {*listed}:
-                    found += copy.copy(name, parts_of(listed[name] or ()))
+                own = {data_state_name(x) for x in (0, jax.process_index())} & {*listed}
+                found += copy.copy({name: parts_of(listed[name] or ()) for name in own})
         except DamagedFileError as error:
             return [error.args[0]]
         return found
@@ -124,35 +124,30 @@ class _Copy:
     def copy_descriptions(self, listed: Listed | None) -> list[Damage]:
         """Copies the files that describe the arrays; `listed` has their checksums."""
         names = self.files.names() if listed is None else {x for x in listed if listed[x]}
-        found: list[Damage] = []
+        parts = {}
         for name in sorted(names):
             if is_in(PROCESS_MANIFESTS, name) or is_in(DATA, name) or _OF_PROCESS.fullmatch(name):
                 continue
             if listed is None:
-                found += self.copy(name, [Part(0, self.files.size(name))])
+                parts[name] = [Part(0, self.files.size(name))]
             else:
-                found += self.copy(name, parts_of(listed[name] or ()))
-        return found
+                parts[name] = parts_of(listed[name] or ())
+        return self.copy(parts)
 
     def copy_arrays(self, wanted: Iterable[Wanted], listed: Listed | None) -> list[Damage]:
         """Copies what is needed to read these arrays."""
-        found: list[Damage] = []
+        parts = {}
         for file, ranges in needed_ranges(self.folder / self.files.name / ARRAYS, wanted).items():
             name = f"{ARRAYS}/{file}"
             if listed is None:
-                pieces = [
-                    Part(at, min(_PIECE, start + size - at))
-                    for start, size in ranges
-                    for at in range(start, start + size, _PIECE)
-                ]
+                parts[name] = [Part(start, size) for start, size in ranges]
             else:
-                pieces = [
+                parts[name] = [
                     part
                     for part in parts_of(self._segments(name, listed))
                     if any(part.start < s + n and s < part.start + part.size for s, n in ranges)
                 ]
-            found += self.copy(name, pieces)
-        return found
+        return self.copy(parts)
 
     def _segments(self, name: str, listed: Listed) -> Iterable[Segment]:
         """The segments of a file, from the manifest of the process that wrote it."""
@@ -164,11 +159,14 @@ class _Copy:
             self._manifests[manifest] = read_manifest(self.files, manifest, listed.get(manifest))
         return self._manifests[manifest].get(name) or ()
 
-    def copy(self, name: str, parts: Iterable[Part]) -> list[Damage]:
-        """Copies parts of a file that are not there yet."""
-        new = [part for part in parts if (name, part.start) not in self._there]
-        self._there |= {(name, part.start) for part in new}
-        return copy_parts(self.files, name, new, self.folder / self.files.name)
+    def copy(self, parts: Mapping[str, Iterable[Part]]) -> list[Damage]:
+        """Copies parts of files that are not there yet."""
+        new = {
+            name: [part for part in several if (name, part.start) not in self._there]
+            for name, several in parts.items()
+        }
+        self._there |= {(name, part.start) for name, several in new.items() for part in several}
+        return copy_parts(self.files, new, self.folder / self.files.name)
 
 
 def parts_of(segments: Iterable[Segment]) -> list[Part]:
@@ -178,29 +176,51 @@ def parts_of(segments: Iterable[Segment]) -> list[Part]:
     return [Part(start, *segment) for start, segment in zip(starts, listed, strict=False)]
 
 
-def copy_parts(files: RangeFiles, name: str, parts: Iterable[Part], folder: Path) -> list[Damage]:
-    """Writes parts of a file to their places in a file of the same name below `folder`."""
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+def copy_parts(
+    files: RangeFiles, parts: Mapping[str, Sequence[Part]], folder: Path
+) -> list[Damage]:
+    """Writes parts of files to their places in files of the same names below `folder`."""
+    for name in parts:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch(0o600)
 
-    def copy(part: Part) -> Damage | None:
-        content = files.read_range(name, part.start, part.start + part.size)
-        if os.pwrite(number, content, part.start) != len(content):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        if part.checksum in (None, crc32(content)) and len(content) == part.size:
-            return None
-        return Damage(
-            name, "differs from what was written", () if part.array is None else (part.array,)
-        )
+    def fetch(request: tuple[str, int, int]) -> tuple[str, str] | None:
+        name, start, end = request
+        try:
+            content = files.read_range(name, start, end)
+        except FileNotFoundError:
+            return name, "is missing"
+        with (folder / name).open("r+b", buffering=0) as file:
+            if os.pwrite(file.fileno(), content, start) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+        return None if len(content) == end - start else (name, _DIFFERS)
 
-    try:
-        found = [x for x in run_parallel(copy, list(parts), REQUESTS) if x is not None]
-    except FileNotFoundError:
-        return [Damage(name, "is missing")]
-    finally:
-        os.close(number)
-    if not found:
-        return []
-    arrays = dict.fromkeys(array for damage in found for array in damage.arrays)
-    return [Damage(name, found[0].what, tuple(arrays))]
+    def check(item: tuple[str, Part]) -> bool:
+        name, part = item
+        with (folder / name).open("rb") as file:
+            own = file.fileno()
+            found = checksum_of(lambda start, n: os.pread(own, n, start), part.start, part.size)
+        return part.checksum in (None, found)
+
+    requests = [(name, *ends) for name, several in parts.items() for ends in _requests(several)]
+    bad = dict(x for x in run_parallel(fetch, requests, REQUESTS) if x is not None)
+    every = [(name, part) for name, several in parts.items() for part in several]
+    harmed: dict[str, dict[str, None]] = {name: {} for name in bad}
+    for (name, part), is_right in zip(every, run_parallel(check, every, THREADS), strict=True):
+        if not is_right:
+            bad.setdefault(name, _DIFFERS)
+            harmed.setdefault(name, {}).update({part.array: None} if part.array else {})
+    return [Damage(name, what, tuple(harmed[name])) for name, what in bad.items()]
+
+
+def _requests(parts: Iterable[Part]) -> Iterator[tuple[int, int]]:
+    """The first byte and the last + 1 of each request: adjacent parts together, long ones not."""
+    joined: list[list[int]] = []
+    for start, size in sorted(part[:2] for part in parts):
+        if joined and joined[-1][1] == start:
+            joined[-1][1] += size
+        else:
+            joined.append([start, start + size])
+    for start, end in joined:
+        for at in range(start, max(end, start + 1), _REQUEST):
+            yield at, min(at + _REQUEST, end)

@@ -274,12 +274,14 @@ class ObjectDraft:
         name = Path(process_manifest(rank)).name
         content = self._bucket.read(f"{self.step}/{_DRAFT}/{self._token}/{name}")
         (self.folder / process_manifest(rank)).write_bytes(content)
-        for file, segments in unsealed(content).items():
-            if not is_in(DATA, file):
-                described = [part for part in parts_of(segments or ()) if part.array is None]
-                if damages := copy_parts(files, file, described, self.folder):
-                    raise OSError(f"{self}/{damages[0]}")
-            self._uploaded.add(file)
+        described = {
+            file: [part for part in parts_of(segments or ()) if part.array is None]
+            for file, segments in unsealed(content).items()
+        }
+        copied = {file: parts for file, parts in described.items() if not is_in(DATA, file)}
+        if damages := copy_parts(files, copied, self.folder):
+            raise OSError(f"{self}/{damages[0]}")
+        self._uploaded |= {*described}
 
     def commit(self) -> str:
         """Copies the last files, and the commit object after them."""

@@ -145,15 +145,25 @@ def checksums_of(
     """
 
     def checksum(segment: tuple[int, int]) -> int:
-        start, length = segment
-        total, end = 0, start + length
-        while start < end and (found := read(start, min(end - start, block))):
-            total, start = crc32(found, total), start + len(found)
-            progress(len(found))
-        return total if start == end else -1
+        return checksum_of(read, *segment, progress, block)
 
     starts = accumulate(lengths, initial=0)
     return run_parallel(checksum, list(zip(starts, lengths, strict=False)), threads)
+
+
+def checksum_of(
+    read: Callable[[int, int], bytes],
+    start: int,
+    length: int,
+    progress: Progress = ignore,
+    block: int = _BLOCK,
+) -> int:
+    """CRC-32 of a segment of a file; -1 if it ends early."""
+    total, end = 0, start + length
+    while start < end and (found := read(start, min(end - start, block))):
+        total, start = crc32(found, total), start + len(found)
+        progress(len(found))
+    return total if start == end else -1
 
 
 def run_parallel(act: Callable[[T], R], items: Collection[T], threads: int) -> list[R]:
