@@ -29,18 +29,28 @@ from benchmarks.traces import overlap_of, read_trace
 from gshard.analysis.aot.target import parse_target
 from gshard.analysis.calibration import read_calibration
 from gshard.analysis.hlo import read_program
+from gshard.checkpoint.bucket import Bucket
+from tests.checkpoint.stores.servers import serving
 
 ROOT = Path(__file__).parents[1]
 
 
-def run(*args, timeout=600):
+def run(*args, timeout=600, **variables):
     command = [sys.executable, "-m", *args]
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"JAX_PLATFORMS": "cpu"} | variables
     env.pop("XLA_FLAGS", None)
     done = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
     )
     return done.returncode, done.stdout + done.stderr
+
+
+def torch_python():
+    """A Python with PyTorch; without one the test is skipped."""
+    python = os.environ.get("GSHARD_TORCH_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import torch"], capture_output=True).returncode:
+        pytest.skip("PyTorch is not installed; GSHARD_TORCH_PYTHON= names a Python that has it")
+    return python
 
 
 @pytest.mark.slow
@@ -218,9 +228,7 @@ def test_the_gpu_check_runs_on_eight_virtual_devices(tmp_path):
 
 @pytest.mark.slow
 def test_pytorch_trains_what_gshard_trains(tmp_path):
-    python = os.environ.get("GSHARD_TORCH_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", "import torch"], capture_output=True).returncode:
-        pytest.skip("PyTorch is not installed; GSHARD_TORCH_PYTHON= names a Python that has it")
+    python = torch_python()
     out = tmp_path / "peers.json"
     code, said = run(
         "benchmarks.peers",
@@ -249,4 +257,31 @@ def test_a_checkpoint_takes_the_memory_of_its_local_shard(tmp_path):
     words = said.splitlines()[-1].split()
     save, restore = float(words[words.index("save") + 1]), float(words[words.index("restore") + 1])
     assert save < 1.2 and restore < 2.2, said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_checkpoints_are_measured_in_a_store_too(tmp_path):
+    with serving("gs") as server:
+        address = server.address("benchmark")
+        given = ["--megabytes", "20", "--rounds", "1", "--store", address]
+        code, said = run("benchmarks.checkpoints", tmp_path, *given, **server.environment)
+        assert code == 0, said
+        lines = [line.split() for line in said.splitlines() if line.startswith("store, ")]
+        assert len(lines) == 5 and all(float(line[-7]) > 0 for line in lines), said
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in server.environment.items():
+                patch.setenv(name, value)
+            assert not Bucket(address).find("")  # nothing is left
+
+
+@pytest.mark.slow
+def test_the_checkpoints_of_pytorch_are_measured_too(tmp_path):
+    python = torch_python()
+    given = ["--megabytes", "20", "--rounds", "1", "--torch-python", python]
+    code, said = run("benchmarks.checkpoints", tmp_path, *given)
+    assert code == 0, said
+    assert said.count("torch.distributed.checkpoint, ") == 2
+    code, said = run("benchmarks.checkpoints", tmp_path, *given[:-1], "/bin/false")
+    assert code == 1 and "--torch-python failed" in said
     assert not list(tmp_path.iterdir())

@@ -97,6 +97,19 @@ def test_bfloat16_with_master_copies_and_random_keys(folders):
     )
 
 
+def test_another_dtype_needs_cast(folders):
+    params = {"w": np.arange(32, dtype=np.float32).reshape(8, 4) / 3}
+    state, _ = shard((params, optax.sgd(0.1)), "p_g_os", 4)
+    with pytest.warns(gshard.GShardWarning, match="alone"), opened(folders) as checkpointer:
+        checkpointer.save(1, state)
+    half, plan = shard(({"w": params["w"].astype(np.float16)}, optax.sgd(0.1)), "p_g_os", 4)
+    with pytest.raises(gshard.GShardError, match="(?s)float16, in the checkpoint float32"):
+        opened(folders).restore(like=half)
+    new = opened(folders).restore(like=half, cast=True).state
+    np.testing.assert_array_equal(gshard.full_params(new)["w"], params["w"].astype(np.float16))
+    assert new.params["w"].dtype == np.float16
+
+
 def test_training_goes_on_while_a_step_is_written(folders, monkeypatch):
     run, trained = Training("os_g", 4), threading.Event()
     write = local_store.write_shards

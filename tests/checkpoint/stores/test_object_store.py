@@ -16,7 +16,7 @@ import pytest
 import tensorstore as ts
 
 import gshard
-from gshard.checkpoint import lease, needed_ranges
+from gshard.checkpoint import lease, needed_ranges, object_reader
 from gshard.checkpoint.arrays import arrays_to_read
 from gshard.checkpoint.bucket import REQUESTS, Bucket
 from gshard.checkpoint.lease import Lease
@@ -95,6 +95,31 @@ def test_a_process_reads_its_shards_alone(address, monkeypatch, first):
             else:
                 with pytest.raises(ValueError, match="shard|range|crc"):
                     stored[rows].read().result()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_adjacent_blocks_are_read_together_and_long_ones_in_pieces(address, monkeypatch, verify):
+    params = {str(i): np.full((512, 64), i, np.float32) for i in range(12)}
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "p_g_os")
+    with gshard.Checkpointer(address) as checkpointer:
+        checkpointer.save(1, state)
+    read, found = Bucket.read, []
+
+    def read_and_tell(self, name, start=0, end=None):
+        if "/ocdbt.process_0/d/" in name:
+            found.append((start, end))
+        return read(self, name, start, end)
+
+    monkeypatch.setattr(Bucket, "read", read_and_tell)
+    size, piece = sum(x.nbytes for x in params.values()), 2**19
+    for most, count in ((object_reader._REQUEST, 12), (piece, size // piece + 12)):
+        monkeypatch.setattr(object_reader, "_REQUEST", most)
+        found.clear()
+        restored = gshard.Checkpointer(address).restore(like=plan, verify=verify).state
+        assert_equal_bits(gshard.full_params(restored), params)
+        assert len(found) < count and max(end - start for start, end in found) <= most
+    assert len(found) >= size // piece
 
 
 def test_old_steps_go_and_a_step_can_be_deleted(address):

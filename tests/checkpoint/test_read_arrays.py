@@ -1,0 +1,67 @@
+"""Arrays of a step are read with the shapes, dtypes and places that are asked for."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+
+import gshard
+from gshard.checkpoint.read_arrays import read_arrays
+
+VALUES = np.random.default_rng(0).normal(size=(7, 10)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def arrays(tmp_path_factory):
+    """The folder with an array of 7 x 10, which three devices pad to 7 x 12."""
+    directory = tmp_path_factory.mktemp("run")
+    state, _ = sharded(3)
+    with gshard.Checkpointer(directory) as checkpointer:
+        checkpointer.save(1, state)
+    return directory / "1" / "arrays"
+
+
+def sharded(devices, **how):
+    mesh = gshard.make_mesh(devices=jax.devices()[:devices])
+    given = ({"w": VALUES}, optax.adam(0.1))
+    return gshard.shard_train_state(given, mesh, "p_g_os", min_shard_size=0, **how)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
+def test_padding_and_dtypes(arrays, devices, dtype):
+    plan = sharded(devices)[1]
+    x = plan.abstract(plan.layouts.params["w"]).update(dtype=np.dtype(dtype))
+    read = read_arrays(arrays, {"params/w": x})["params/w"]
+    assert (read.shape, read.dtype, read.sharding) == (x.shape, x.dtype, x.sharding)
+    expected = np.zeros(x.shape, dtype)
+    expected[:7, :10] = VALUES.astype(dtype)
+    np.testing.assert_array_equal(np.asarray(read), expected)
+
+
+def test_a_smaller_shape_is_cut(arrays):
+    mesh = gshard.make_mesh(devices=jax.devices()[:2])
+    sharding = NamedSharding(mesh, jax.P("shard"))
+    x = jax.ShapeDtypeStruct((4, 3), np.float32, sharding=sharding)
+    read = read_arrays(arrays, {"params/w": x})["params/w"]
+    np.testing.assert_array_equal(np.asarray(read), VALUES[:4, :3])
+
+
+def test_arrays_go_to_the_memory_of_their_sharding(arrays):
+    plan = sharded(4, offload=True)[1]
+    layouts = jax.tree.leaves(plan.layouts.opt_state)
+    (moment,) = (plan.abstract(x) for x in layouts if x.path.endswith("mu/w"))
+    assert moment.sharding.memory_kind == "pinned_host"
+    read = read_arrays(arrays, {"params/w": moment})["params/w"]
+    assert read.sharding == moment.sharding
+
+
+def test_a_missing_array_is_told(arrays):
+    sharding = NamedSharding(gshard.make_mesh(), jax.P())
+    x = jax.ShapeDtypeStruct((7,), np.float32, sharding=sharding)
+    with pytest.raises(gshard.GShardError, match="(?s)cannot be read: .*gshard verify"):
+        read_arrays(arrays, {"params/v": x})
