@@ -264,6 +264,21 @@ def test_the_others_wait_for_a_coordinator_that_is_lost(site, capsys):
 
 
 @pytest.mark.slow
+def test_events_go_to_the_file_of_the_number_that_the_machine_has_now(site):
+    with listen(address(site.at, "at")) as listener:
+        site.machines.append(member := Machine(site.folder, site.at, "--rank", 1))
+        for number, more in ((1, {"say": "x"}), (2, {"over": 0, "why": "the end"})):
+            connection, _ = listener.accept()
+            connection.recv(1000)
+            for line in ({"go": {"machine": number}}, more):
+                connection.sendall(json.dumps(line).encode() + b"\n")
+            connection.close()
+    assert member.end() == 0
+    names = {path.name: path.read_text() for path in site.folder.rglob("events-*.jsonl")}
+    assert names.keys() == {"events-1.jsonl", "events-2.jsonl"}
+    assert not names["events-1.jsonl"] and '"exit"' in names["events-2.jsonl"]
+
+
 def test_fewer_machines_than_the_least(site, capsys):
     assert site.machine("--start_timeout", 1).end() == 1
     said = capsys.readouterr().err

@@ -55,6 +55,9 @@ class Member:
     def __init__(self, asked: Request, at: Address, signals: list[int]):
         self._asked, self._at, self._signals = asked, at, signals
         self._events: EventLog | None = None
+        self._machine: int | None = (
+            None  # whose events they are; a coordinator that came back counts again
+        )
         self._messages: list[dict[str, Any]] = []
         self.stop, self.end, self._is_lost = False, "", False
 
@@ -86,7 +89,10 @@ class Member:
         self._connection.setblocking(False)
         self._is_lost, limit = False, self._asked.log_size * 2**20
         self._messages.clear()
-        self._events = self._events or EventLog(self._asked.log_dir, machine, limit)
+        if machine != self._machine:
+            if self._events is not None:
+                self._events.close()
+            self._machine, self._events = machine, EventLog(self._asked.log_dir, machine, limit)
         self._take(b"")
         while (self._messages or not self._is_lost) and not self._signals:
             if not self._messages:
