@@ -55,9 +55,7 @@ class Member:
     def __init__(self, asked: Request, at: Address, signals: list[int]):
         self._asked, self._at, self._signals = asked, at, signals
         self._events: EventLog | None = None
-        self._machine: int | None = (
-            None  # whose events they are; a coordinator that came back counts again
-        )
+        self._machine: int | None = None  # whose events they are
         self._messages: list[dict[str, Any]] = []
         self.stop, self.end, self._is_lost = False, "", False
 
@@ -89,10 +87,11 @@ class Member:
         self._connection.setblocking(False)
         self._is_lost, limit = False, self._asked.log_size * 2**20
         self._messages.clear()
-        if machine != self._machine:
+        if self._events is None or machine != self._machine:  # another since it came back
             if self._events is not None:
                 self._events.close()
             self._machine, self._events = machine, EventLog(self._asked.log_dir, machine, limit)
+        events = self._events
         self._take(b"")
         while (self._messages or not self._is_lost) and not self._signals:
             if not self._messages:
@@ -104,7 +103,7 @@ class Member:
                 say(f"gshard: the job is over: {message['why']}")
                 return int(message["over"])
             start, host = Start(*message["start"]), self._at.host
-            outcome, ended = run_start(self._asked, host, start, self._signals, self._events, self)
+            outcome, ended = run_start(self._asked, host, start, self._signals, events, self)
             with suppress(OSError):
                 self._connection.sendall(line_of({"ended": ended}))
             if self._signals:
