@@ -72,7 +72,7 @@ class Bucket:
         return None if about is None else about["size"]
 
     def version(self, name: str) -> object:
-        """What another object of that name has different, by the store; None if there is none."""
+        """A value that changes when the object is replaced; None if there is no object."""
         about = self._about(name)
         return None if about is None else (about["size"], about.get("ETag") or about.get("etag"))
 

@@ -25,6 +25,7 @@ def needed_ranges(folder: Path, wanted: Iterable[Wanted]) -> Ranges:
     for group in wanted:
         for array, x in group.items():
             shards.setdefault(array, set()).update(_shards(x))
+    opened = open_arrays(folder, shards)
     shapes: dict[str, Sequence[int]] = {}
     ranges: Ranges = {}
     for key, file, offset, size in entries(folder):
@@ -32,7 +33,7 @@ def needed_ranges(folder: Path, wanted: Iterable[Wanted]) -> Ranges:
         if array is None:
             continue
         if array not in shapes:
-            shapes[array] = _block_shape(folder, array)
+            shapes[array] = _block_shape(opened[array].result())
         # The key ends with `c/0/1` for the block with the index (0, 1).
         index = map(int, key[len(array) :].split("/")[2:])
         block = [range(i * n, (i + 1) * n) for i, n in zip(index, shapes[array], strict=True)]
@@ -56,6 +57,5 @@ def _overlap(a: range, b: range) -> bool:
     return a.start < b.stop and b.start < a.stop
 
 
-def _block_shape(folder: Path, array: str) -> Sequence[int]:
-    opened = open_arrays(folder, [array])[array].result()
+def _block_shape(opened: Any) -> Sequence[int]:
     return [size or 1 for size in opened.chunk_layout.read_chunk.shape or ()]

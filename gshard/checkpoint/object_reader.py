@@ -38,7 +38,7 @@ from gshard.checkpoint.step_info import DATA, StepInfo
 from gshard.checkpoint.store import Wanted, Wants
 
 _OF_PROCESS = re.compile(rf"{ARRAYS}/ocdbt\.process_(\d+)/.*")
-_REQUEST = 2**23  # bytes of one; fewer take about as long, and more need memory
+_REQUEST = 2**23  # bytes of a request at most; fewer take about as long, more need memory
 _DIFFERS = "differs from what was written"
 
 
@@ -200,21 +200,24 @@ def copy_parts(
         with (folder / name).open("rb") as file:
             own = file.fileno()
             found = checksum_of(lambda start, n: os.pread(own, n, start), part.start, part.size)
-        return part.checksum in (None, found)
+        return found == part.checksum
 
     requests = [(name, *ends) for name, several in parts.items() for ends in _requests(several)]
     bad = dict(x for x in run_parallel(fetch, requests, REQUESTS) if x is not None)
     every = [(name, part) for name, several in parts.items() for part in several]
-    harmed: dict[str, dict[str, None]] = {name: {} for name in bad}
-    for (name, part), is_right in zip(every, run_parallel(check, every, THREADS), strict=True):
+    known = [(name, part) for name, part in every if part.checksum is not None]
+    harmed: dict[str, list[str]] = {name: [] for name in bad}
+    for (name, part), is_right in zip(known, run_parallel(check, known, THREADS), strict=True):
         if not is_right:
             bad.setdefault(name, _DIFFERS)
-            harmed.setdefault(name, {}).update({part.array: None} if part.array else {})
+            arrays = harmed.setdefault(name, [])
+            if part.array and part.array not in arrays:
+                arrays.append(part.array)
     return [Damage(name, what, tuple(harmed[name])) for name, what in bad.items()]
 
 
 def _requests(parts: Iterable[Part]) -> Iterator[tuple[int, int]]:
-    """The first byte and the last + 1 of each request: adjacent parts together, long ones not."""
+    """The ends of each request: adjacent parts are joined, and long ones split."""
     joined: list[list[int]] = []
     for start, size in sorted(part[:2] for part in parts):
         if joined and joined[-1][1] == start:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +21,18 @@ def devices_by_bounds(x: jax.ShapeDtypeStruct) -> dict[Bounds, list[Any]]:
     return devices
 
 
-def place_shards(x: jax.ShapeDtypeStruct, read: Callable[[Bounds], np.ndarray]) -> jax.Array:
-    """An array of the shape and the sharding of `x`, one shard after another.
+def inside(bounds: Bounds, shape: Sequence[int]) -> tuple[slice, ...]:
+    """The part of a shard that an array of this shape has, without padding."""
+    return tuple(slice(min(a, n), min(b, n)) for (a, b), n in zip(bounds, shape, strict=True))
 
-    `read` returns a shard; it may be smaller in any dimension, and the rest is padded with zeros.
+
+def place_shards(
+    x: jax.ShapeDtypeStruct, read: Callable[[Bounds], np.ndarray], at_once: bool = False
+) -> jax.Array:
+    """An array of the shape and the sharding of `x`, one shard after another, or all `at_once`.
+
+    `read` returns a shard, which nobody may change or free afterwards: on a CPU, JAX may keep it.
+    It may be smaller in any dimension, and the rest is padded with zeros.
     """
     sharding, shards = x.sharding, []
     for bounds, devices in devices_by_bounds(x).items():
@@ -32,7 +40,9 @@ def place_shards(x: jax.ShapeDtypeStruct, read: Callable[[Bounds], np.ndarray]) 
         for device in devices:
             single = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             shards.append(jax.device_put(part, single, may_alias=False))
-        jax.block_until_ready(shards)  # otherwise several shards would be on the host at a time
+        if not at_once:  # otherwise several shards would be on the host at a time
+            jax.block_until_ready(shards)
+    jax.block_until_ready(shards)
     return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
 

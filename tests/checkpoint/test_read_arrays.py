@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore as ts
 from jax.sharding import NamedSharding
 
 import gshard
@@ -58,6 +61,29 @@ def test_arrays_go_to_the_memory_of_their_sharding(arrays):
     assert moment.sharding.memory_kind == "pinned_host"
     read = read_arrays(arrays, {"params/w": moment})["params/w"]
     assert read.sharding == moment.sharding
+
+
+def test_a_missing_block_is_told(arrays, tmp_path):
+    """It is not zeros, though zarr leaves out blocks of zeros by default."""
+    folder = shutil.copytree(arrays, tmp_path / "arrays")
+    plan = sharded(2)[1]
+    wanted = {"params/w": plan.abstract(plan.layouts.params["w"])}
+    base = {"driver": "file", "path": f"{folder}/"}
+    store = ts.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    (first,) = (x for x in store.list().result() if x.startswith(b"params/w/c/0/1"))
+    store.delete_range(ts.KvStore.KeyRange(first, first + b"\0")).result()
+    with pytest.raises(gshard.GShardError, match="cannot be read"):
+        read_arrays(folder, wanted)
+
+
+def test_zeros_are_read_as_they_were_written(tmp_path):
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    given = ({"w": np.zeros((8, 4), np.float32)}, optax.sgd(0.1))
+    state, plan = gshard.shard_train_state(given, mesh, "p_g_os", min_shard_size=0)
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        restored = checkpointer.restore(like=plan).state
+    np.testing.assert_array_equal(np.asarray(restored.params["w"]), given[0]["w"])
 
 
 def test_a_missing_array_is_told(arrays):

@@ -194,8 +194,8 @@ def _array(path: str, x: jax.ShapeDtypeStruct, found: _Found) -> jax.Array:
     def shard(bounds: Bounds) -> np.ndarray:
         key = found.stored(Key(path, bounds))
         pieces = dict(found.pieces(key))
-        if key in pieces and pieces[key].dtype == x.dtype:  # the layout is that of the save
-            return pieces[key]
+        if key in pieces:  # the layout is that of the save
+            return np.array(pieces[key], x.dtype)  # a copy: JAX may keep what it is given on a CPU
         out = np.zeros(key.shape, x.dtype)
         for piece, values in pieces.items():
             both = piece.shared(key)

@@ -180,7 +180,7 @@ def refuse_replaced(tensors: Iterable[Stored], call: str) -> None:
     versions = {tensor.path: tensor.version for tensor in tensors}
     if changed := [str(file) for file, old in versions.items() if version_of(file) != old]:
         raise GShardError(
-            f"{call}: {some(changed)} changed while it was read, so old and new weights may be "
+            f"{call}: {some(changed)} changed during the load, so old and new weights may be "
             "mixed. The state is as it was: call again once nothing writes there."
         )
 

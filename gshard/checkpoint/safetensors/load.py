@@ -18,7 +18,7 @@ from gshard._util.errors import GShardError, some, warn
 from gshard._util.validation import flag
 from gshard.checkpoint.arrays import with_components
 from gshard.checkpoint.bounds import Bounds
-from gshard.checkpoint.place_shards import place_shards
+from gshard.checkpoint.place_shards import inside, place_shards
 from gshard.checkpoint.safetensors.fetched import Fetched
 from gshard.checkpoint.safetensors.folder import tensors_at
 from gshard.checkpoint.safetensors.format import (
@@ -293,9 +293,7 @@ def _weight(
     fetched = dict[str, Fetched]()
 
     def read(bounds: Bounds) -> np.ndarray:
-        ends = zip(bounds, layout.shape, strict=True)
-        inside = tuple(slice(min(a, n), min(b, n)) for (a, b), n in ends)
-        return _read(pieces, found, fetched, inside, dtypes)
+        return _read(pieces, found, fetched, inside(bounds, layout.shape), dtypes)
 
     return place_shards(stored, read)
 

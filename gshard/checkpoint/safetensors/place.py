@@ -75,7 +75,7 @@ def size_of(file: Place) -> int:
 
 
 def version_of(file: Place) -> object:
-    """What differs once the file was written again or replaced; None if there is none."""
+    """A value that changes when the file is written again or replaced; None without a file."""
     if isinstance(file, ObjectPath):
         return file.bucket.version(file.key)
     try:

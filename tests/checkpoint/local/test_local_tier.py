@@ -97,6 +97,21 @@ def test_bfloat16_with_master_copies_and_random_keys(folders):
     )
 
 
+def test_a_restored_state_does_not_need_its_files(folders):
+    """On a CPU, JAX may keep the memory that it is given, such as that of a mapped file."""
+    run = Training("p_g_os", 4)
+    held = saved_locally(folders, run, 1, 2)
+    restored = opened(folders).restore(like=run.plan).state
+    for file in folders["local"].rglob("shards"):
+        with file.open("r+b") as opened_file:
+            opened_file.write(b"\xff" * file.stat().st_size)
+    run.state = restored
+    assert_equal_bits(run.whole(), held)
+    for file in folders["local"].rglob("shards"):
+        os.truncate(file, 0)
+    assert_equal_bits(run.whole(), held)
+
+
 def test_another_dtype_needs_cast(folders):
     params = {"w": np.arange(32, dtype=np.float32).reshape(8, 4) / 3}
     state, _ = shard((params, optax.sgd(0.1)), "p_g_os", 4)

@@ -546,7 +546,7 @@ def test_a_file_that_is_replaced_while_it_is_read(tmp_path, monkeypatch, how):
             file.write_bytes((tmp_path / "y").read_bytes())
 
     replaced_meanwhile(monkeypatch, replace)
-    with pytest.raises(gshard.GShardError, match="x changed while it was read"):
+    with pytest.raises(gshard.GShardError, match="x changed during the load"):
         gshard.load_safetensors(state, file)
     assert len(content) == file.stat().st_size and content != file.read_bytes()
     assert_same(gshard.full_params(state), params)

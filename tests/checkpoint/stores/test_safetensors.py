@@ -77,7 +77,7 @@ def test_an_object_that_is_replaced_while_it_is_read(address, monkeypatch):
     state = large(2, 1.0, 16)
     gshard.save_safetensors(state, f"{address}/x")
     replaced_meanwhile(monkeypatch, replace)
-    with pytest.raises(gshard.GShardError, match="x changed while it was read"):
+    with pytest.raises(gshard.GShardError, match="x changed during the load"):
         gshard.load_safetensors(state, f"{address}/x")
     back = gshard.full_params(gshard.load_safetensors(state, f"{address}/x"))
     assert (np.asarray(back["a"]) == 2).all() and (np.asarray(back["b"]) == 3).all()
@@ -156,8 +156,8 @@ def test_a_save_that_fails_leaves_nothing(
     except gshard.GShardError as error:
         assert "Check the credentials" in str(error) and "\n" not in str(error)
         assert {found: store.read(found) for found in store.find("")} == before
-    else:  # it needs fewer, or may not see whether there is a bucket
-        assert left > 0 or request_ in (2, 3)
+    else:  # it needs fewer, or may not see whether there is such an object or a bucket
+        assert left > 0 or request_ in (1, 2, 3)
         left = 0
         gshard.load_safetensors(state, name)
     assert open_uploads(server, store) == []
