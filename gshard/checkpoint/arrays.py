@@ -31,6 +31,7 @@ from gshard.train_state import FROZEN, Components
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]]
 PARAMS, MASTER = "params/", "opt_state/master/"
 _FROZEN = f"non_trainable/{FROZEN}/"
+CASTS = "cast=True converts floating dtypes into one another, and integer ones."
 _SHOWN = 100  # differences that a message lists
 
 
@@ -219,9 +220,9 @@ def check_fit(
             wrong.append(f"  {path} has the shape {layout.shape}, in the checkpoint {info.shape}")
         elif info.dtype != str(layout.dtype):
             rounded = path.startswith(PARAMS) and _master(path) in layouts
-            if not rounded and not (cast and "key" not in info.dtype + str(layout.dtype)):
+            if not rounded and not (cast and can_cast(info.dtype, layout.dtype)):
                 dtypes.append(f"  {path} is {layout.dtype}, in the checkpoint {info.dtype}")
-    fix = "Pass cast=True to convert them."
+    fix = "Pass cast=True to convert them." if not cast else CASTS
     if wrong:
         fix = (
             "It is of another model or optimizer. To start from step 0, choose another directory. "
@@ -231,6 +232,14 @@ def check_fit(
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         lines = ["the checkpoint does not fit the state:", *lines[:_SHOWN], *more, fix]
         raise GShardError("\n".join(lines))
+
+
+def can_cast(stored: Any, wanted: Any) -> bool:
+    """Whether `cast=True` converts one dtype, or its name, into another."""
+    if "key" in f"{stored}{wanted}":
+        return False
+    kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
+    return any(jnp.issubdtype(stored, k) and jnp.issubdtype(wanted, k) for k in kinds)
 
 
 def _master(path: str) -> str:

@@ -310,7 +310,7 @@ class Checkpointer:
           like: what `shard_train_state` returned: the state, or `(abstract state, plan)`, which
             holds no arrays. An NNX `(model, optimizer)` is changed in place, and returned.
           verify: False skips the comparison of the files with their checksums.
-          cast: True converts arrays of another dtype.
+          cast: True converts arrays of another floating dtype, and of another integer dtype.
 
         Returns:
           The restored state, of the type of the given one, with its data state and metadata.

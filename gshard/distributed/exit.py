@@ -5,8 +5,8 @@ then C++ ends them. So a failed process ends itself before JAX's exit functions 
 close, and the others notice. `atexit` functions that were registered after gshard was imported run
 first; earlier ones, like JAX's, do not run.
 
-Before a machine is taken away, its processes get SIGTERM, or SIGUSR1 if a job script of Slurm says
-so. All processes of the job then stop at the same call, on which JAX's coordinator agrees, wherever
+Before a machine is taken away, its processes get SIGTERM, or SIGUSR1 if a Slurm job script asks for
+it. All processes of the job then stop at the same call, on which JAX's coordinator agrees, wherever
 the signal arrived.
 """
 
@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from traceback import extract_tb
 from types import TracebackType
 from typing import TypeVar
@@ -28,6 +29,7 @@ from typing import TypeVar
 import jax  # its exit function, registered by this import, must run after the one here
 from jax.experimental import multihost_utils
 
+from gshard._util.cgroup import contents
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
 from gshard.distributed import unfinished
@@ -119,11 +121,11 @@ def preempted() -> bool:
 
     Call it once a step, on every process. After the first call, SIGTERM no longer ends this
     process: save, and call `sys.exit(PREEMPTED_EXIT_CODE)`, before the sender of the signal kills
-    the process (30 s with `gshard launch`). The same holds for SIGUSR1, unless the program has a
-    handler for it.
+    the process (30 s with `gshard launch`). SIGUSR1 counts as SIGTERM from then on, and in a job of
+    several processes from `initialize` on, unless the program has a handler for it.
 
     Returns:
-      True once any process of the job has received one of them.
+      True once any process of the job has received such a signal.
 
     Raises:
       GShardError: with several processes, where JAX's preemption service is turned off; alone, for
@@ -221,6 +223,18 @@ def _listen() -> None:
     # The signal may come again: from the scheduler, and from the launcher too.
     if alone:
         signal.signal(signal.SIGTERM, lambda number, frame: _signal_received.set())
-    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, lambda number, frame: signal.raise_signal(signal.SIGTERM))
+    count_sigusr1_as_sigterm()
     _listening = True
+
+
+def count_sigusr1_as_sigterm() -> None:
+    """From now on; the program's own handler stays, and in other threads nothing is changed."""
+    if threading.current_thread() is threading.main_thread() and is_default(signal.SIGUSR1):
+        signal.signal(signal.SIGUSR1, lambda number, frame: signal.raise_signal(signal.SIGTERM))
+
+
+def is_default(number: int) -> bool:
+    """Whether nobody handles a signal; `faulthandler` does it without Python's knowledge."""
+    found = re.search(r"^SigCgt:\s*(\w+)$", contents(Path("/proc/self/status")), re.MULTILINE)
+    is_caught = found is not None and int(found[1], 16) >> (number - 1) & 1
+    return signal.getsignal(number) is signal.SIG_DFL and not is_caught

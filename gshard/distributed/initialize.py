@@ -14,7 +14,7 @@ from gshard._util.errors import CallOrderError, GShardError, did_you_mean, warn
 from gshard._util.validation import check_integer, shown
 from gshard.distributed import env_vars
 from gshard.distributed.env_vars import JobPosition
-from gshard.distributed.exit import exit_when_it_fails
+from gshard.distributed.exit import count_sigusr1_as_sigterm, exit_when_it_fails
 from gshard.distributed.places import Server
 from gshard.distributed.rendezvous import LOOPBACK, Address, address, listen, meet
 from gshard.distributed.watchdog import HANG_TIMEOUT, Watchdog
@@ -269,6 +269,7 @@ def _initialize(**arguments: Any) -> None:
     except RuntimeError as error:
         fix = f" {_NEED}" if "must be called before" in str(error) else ""
         raise CallOrderError(f"initialize could not start: {error}{fix}") from error
+    count_sigusr1_as_sigterm()
 
 
 def process_index() -> int:

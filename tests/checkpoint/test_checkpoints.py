@@ -594,6 +594,20 @@ def test_another_dtype_needs_cast(written, run):
         assert x.dtype == np.float16 and (np.asarray(x) == np.asarray(y, np.float16)).all()
 
 
+@pytest.mark.parametrize("kind", [np.int32, np.bool_, np.complex64])
+def test_other_kinds_are_not_cast(tmp_path, kind):
+    """NaN would become some integer."""
+    params = {"w": np.ones(8, np.float32), "x": np.full(8, np.nan, np.float32)}
+    state, _ = shard((params, optax.sgd(0.1)), "os", 2, frozen="x")
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        like, _ = shard((params | {"x": np.ones(8, kind)}, optax.sgd(0.1)), "os", 2, frozen="x")
+        with pytest.raises(
+            gshard.GShardError, match="(?s)x is .*, in the checkpoint float32.*cast"
+        ):
+            checkpointer.restore(like=like, cast=True)
+
+
 def test_steps_that_are_not_there(written, run):
     checkpointer = gshard.Checkpointer(written)
     with pytest.raises(gshard.GShardError, match=r"step=13 is not in .*\[10, 20\]"):
@@ -620,6 +634,8 @@ def test_directories_that_cannot_be(tmp_path, run):
         ("gs:///run", "names no bucket"),
         (Path("gs://bucket/run"), "lacks a slash"),
         (str(Path("s3://bucket") / "run"), "lacks a slash"),
+        (tmp_path / "[0]", r"contains \["),
+        (tmp_path / "a*b?c\\d", r"contains \* \? \\"),
     ]:
         with pytest.raises(gshard.GShardError, match=words):
             gshard.Checkpointer(bad)
@@ -824,7 +840,9 @@ def test_inside_jit_there_is_nothing_to_save(tmp_path, run):
             jax.jit(act)(run.state)
 
 
-@pytest.mark.parametrize("name", ["gshard.json", "data_state/process_0.json", "arrays/_METADATA"])
+@pytest.mark.parametrize(
+    "name", ["gshard.json", "data_state/process_0.json", "arrays/manifest.ocdbt"]
+)
 def test_damaged_files_that_are_not_compared_are_said_in_words(tmp_path, run, name):
     with gshard.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, run.state, data_state={"position": 3})

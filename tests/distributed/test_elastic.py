@@ -263,7 +263,6 @@ def test_the_others_wait_for_a_coordinator_that_is_lost(site, capsys):
     assert "machine 0, whose launcher coordinates the job, is lost. Waiting for it to come" in said
 
 
-@pytest.mark.slow
 def test_events_go_to_the_file_of_the_number_that_the_machine_has_now(site):
     with listen(address(site.at, "at")) as listener:
         site.machines.append(member := Machine(site.folder, site.at, "--rank", 1))
@@ -279,6 +278,7 @@ def test_events_go_to_the_file_of_the_number_that_the_machine_has_now(site):
     assert not names["events-1.jsonl"] and '"exit"' in names["events-2.jsonl"]
 
 
+@pytest.mark.slow
 def test_fewer_machines_than_the_least(site, capsys):
     assert site.machine("--start_timeout", 1).end() == 1
     said = capsys.readouterr().err

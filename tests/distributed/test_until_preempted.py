@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import threading
@@ -51,6 +52,18 @@ def test_a_handler_of_the_program_stays(alone):
     for i in gshard.distributed.until_preempted(range(3)):
         os.kill(os.getpid(), signal.SIGUSR1)
         assert len(seen) == i + 1
+
+
+def test_faulthandler_stays(alone, tmp_path):
+    """Python does not know of its handler."""
+    with (tmp_path / "stacks").open("w+") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        try:
+            for _ in gshard.distributed.until_preempted(range(1)):
+                os.kill(os.getpid(), signal.SIGUSR1)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+        assert "test_faulthandler_stays" in (tmp_path / "stacks").read_text()
 
 
 def test_batches_that_end_by_themselves(alone):

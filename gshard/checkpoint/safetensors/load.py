@@ -16,7 +16,7 @@ import numpy as np
 from gshard._util.durable import file_path
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.validation import flag
-from gshard.checkpoint.arrays import with_components
+from gshard.checkpoint.arrays import CASTS, can_cast, with_components
 from gshard.checkpoint.bounds import Bounds
 from gshard.checkpoint.place_shards import inside, place_shards
 from gshard.checkpoint.safetensors.fetched import Fetched
@@ -266,7 +266,7 @@ def _check_fit(
     if dtypes and not cast:
         said.append("Pass cast=True to convert dtypes.")
     elif dtypes:
-        said.append("cast=True converts floating dtypes into one another, and integer ones.")
+        said.append(CASTS)
     if missing or added or shapes:
         said.append(
             "Pass the name_map= of the program that wrote the file, choose weights with only=, or "
@@ -276,10 +276,7 @@ def _check_fit(
 
 
 def _fits(stored: Any, wanted: Any, cast: bool) -> bool:
-    if stored == wanted or stored is None or not cast:
-        return stored == wanted
-    kinds = (jnp.floating, jnp.integer)
-    return any(jnp.issubdtype(stored, k) and jnp.issubdtype(wanted, k) for k in kinds)
+    return stored == wanted or (cast and stored is not None and can_cast(stored, wanted))
 
 
 def _weight(

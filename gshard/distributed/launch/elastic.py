@@ -55,7 +55,7 @@ class Member:
     def __init__(self, asked: Request, at: Address, signals: list[int]):
         self._asked, self._at, self._signals = asked, at, signals
         self._events: EventLog | None = None
-        self._machine: int | None = None  # whose events they are
+        self._machine: int | None = None  # the number of the machine in `_events`
         self._messages: list[dict[str, Any]] = []
         self.stop, self.end, self._is_lost = False, "", False
 
@@ -87,7 +87,7 @@ class Member:
         self._connection.setblocking(False)
         self._is_lost, limit = False, self._asked.log_size * 2**20
         self._messages.clear()
-        if self._events is None or machine != self._machine:  # another since it came back
+        if self._events is None or machine != self._machine:
             if self._events is not None:
                 self._events.close()
             self._machine, self._events = machine, EventLog(self._asked.log_dir, machine, limit)

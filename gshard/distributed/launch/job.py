@@ -89,7 +89,8 @@ class Outcome(NamedTuple):
     @property
     def failed(self) -> bool:
         """Whether a process failed by itself, and not because of the signal that the job got."""
-        by_signal = () if self.signal is None else (128 + self.signal, -self.signal)
+        sent = STOP_SIGNALS if self.signal in STOP_SIGNALS else (self.signal,)
+        by_signal = {code for n in sent if n is not None for code in (128 + n, -n)}
         return any(e.failed and e.code not in by_signal and not e.asked for e in self.ends)
 
     @property
@@ -282,7 +283,7 @@ def _memory_kills() -> int:
 def collected_signals() -> Iterator[list[int]]:
     """Collects SIGTERM and SIGINT in a list instead of letting them end this program.
 
-    What else asks a job to stop counts as SIGTERM.
+    SIGUSR1 counts as SIGTERM.
     """
     signals: list[int] = []
 

@@ -21,7 +21,7 @@ from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, 
 from gshard._util.validation import check_integer, flag, shown
 from gshard.distributed import env_vars
 from gshard.distributed.env_vars import chosen_gpus, device_shares, visible_gpus
-from gshard.distributed.exit import PREEMPTED_EXIT_CODE, STOP_SIGNALS
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE, STOP_SIGNALS, is_default
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
 from gshard.distributed.launch.child import Failure, Result, run
 from gshard.distributed.launch.exit_status import first_cause, in_words, meaning
@@ -54,7 +54,8 @@ def spawn(
     """Runs `func(*args)` in several new processes of this machine; `initialize()` joins them.
 
     When one fails, the others are ended: SIGTERM first, then SIGKILL. None outlives this process,
-    even if it is killed. While this process waits, it passes SIGTERM on to them.
+    even if it is killed. While this process waits, it passes SIGTERM on to them; SIGUSR1 counts as
+    SIGTERM.
 
     Args:
       func: a function at the top of a module; the program that calls `spawn` does so under
@@ -281,7 +282,7 @@ class Spawned:
     def _passing_on_sigterm(self) -> Iterator[None]:
         """While the main thread waits, signals to stop are for the processes: they save first."""
         main = threading.current_thread() is threading.main_thread()
-        mine = [n for n in STOP_SIGNALS if main and signal.getsignal(n) is signal.SIG_DFL]
+        mine = [number for number in STOP_SIGNALS if main and is_default(number)]
 
         def pass_on(number: int, frame: object) -> None:
             self._supervisor.send(signal.SIGTERM)

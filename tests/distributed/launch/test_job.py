@@ -30,7 +30,7 @@ from gshard.distributed.launch.exit_status import (
     report,
     silent_ranks,
 )
-from gshard.distributed.launch.job import Worker
+from gshard.distributed.launch.job import Outcome, Worker
 from gshard.distributed.launch.log_file import Log
 from gshard.distributed.launch.output import Lines, Stream
 from gshard.distributed.launch.supervisor import is_stopped
@@ -263,6 +263,16 @@ def test_told_to_stop_all_stop_at_the_same_step(tmp_path, number):
         assert len({step for _, step in saved}) == 1
         assert "told to stop, and all processes did so in order" in job.err
         job.assert_nobody_left()
+
+
+def test_a_scheduler_that_signals_every_process_is_no_failure():
+    """Slurm sends SIGUSR1 to the launcher and to its processes, which may not listen yet."""
+    ends = [End(rank, -signal.SIGUSR1) for rank in range(2)]
+    outcome = Outcome(ends, signal.SIGTERM, 0)
+    assert not outcome.failed
+    assert outcome.summary == (143, "gshard: the job was ended by SIGTERM")
+    assert Outcome(ends, None, 0).failed
+    assert Outcome(ends, signal.SIGINT, 0).failed
 
 
 def test_a_signal_to_one_process_stops_all(tmp_path):
