@@ -1,11 +1,12 @@
 """Reads arrays that Orbax wrote, by TensorStore: each process reads what its devices need.
 
-Orbax reads an array so, too, but looks at the tree, its files and its types before. That takes
-longer than reading, where arrays are many.
+Orbax reads arrays in the same way, but looks at the tree, its files and its types before, which
+takes longer than reading where there are many arrays.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from gshard._util.errors import GShardError
 from gshard.checkpoint.bounds import Bounds
 from gshard.checkpoint.place_shards import devices_by_bounds, inside, place_shards
 
-_AHEAD = 2**28  # bytes that are read while an array is placed; one array at least
+_AHEAD = 2**28  # bytes that are on their way at once; two arrays at least
 
 # Orbax's settings: no values are cached, but the tree of their names is.
 _CONTEXT = {
@@ -35,17 +36,21 @@ def read_arrays(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dic
 
     A larger shape than the stored one is padded with zeros, a smaller one is cut.
     """
-    opened = open_arrays(folder, wanted)
-    waiting, reading, arrays = [*wanted], dict[str, dict[Bounds, Any]](), {}
-    waiting.reverse()
-    size = {path: _bytes_of(x) for path, x in wanted.items()}
+    opened, waiting = open_arrays(folder, wanted), iter(wanted.items())
+    reading: deque[tuple[dict[Bounds, Any], int]] = deque()  # the shards of an array, and its bytes
+    arrays, ahead = {}, 0
     for path, x in wanted.items():
-        while waiting and (len(reading) < 2 or sum(size[x] for x in reading) < _AHEAD):
-            ahead = waiting.pop()
+        while len(reading) < 2 or ahead < _AHEAD:
+            if (following := next(waiting, None)) is None:
+                break
             with _explained():
-                reading[ahead] = _shards(opened.pop(ahead).result(), wanted[ahead])
+                shards = _shards(opened.pop(following[0]).result(), following[1])
+            reading.append((shards, _bytes_of(following[1])))
+            ahead += reading[-1][1]
+        shards, size = reading.popleft()
         # Placed by the user's thread, which has their settings of JAX.
-        arrays[path] = place_shards(x, partial(_finished, reading.pop(path)), at_once=True)
+        arrays[path] = place_shards(x, partial(_finished, shards), at_once=True)
+        ahead -= size
     return arrays
 
 
