@@ -159,9 +159,7 @@ def one_round(folder: Path, number: int, size: int, state: Any, plan: Any) -> di
     like = (plan.abstract_state(), plan)
     with gshard.Checkpointer(folder / "run", keep_last=1) as checkpointer:
         start = reset_peak()
-        first = timed(lambda: checkpointer.save(number, state))
-        found["save, until it returns"] = first
-        found["save, until it is a step"] = first + timed(checkpointer.wait)
+        found |= save_times("save", checkpointer, number, state)
         found["save memory"] = memory_peak() - start
         for name, verify in {"restore": True, "restore, verify=False": False}.items():
             start = reset_peak()
@@ -175,15 +173,17 @@ def local_times(folder: Path, number: int, state: Any, like: Any) -> dict[str, f
     """Of a local folder on the same disk."""
     how = {"every": 10**9, "local": folder / "local", "local_every": 1}
     checkpointer = gshard.Checkpointer(folder / "run", writes=False, **how)
-    returned = timed(lambda: checkpointer.save(number + 1, state))
-    complete = returned + timed(checkpointer.wait)
-    restored = timed(lambda: restore(checkpointer, like, True))
+    found = save_times("local save", checkpointer, number + 1, state)
+    found["local restore"] = timed(lambda: restore(checkpointer, like, True))
     checkpointer.close()
-    return {
-        "local save, until it returns": returned,
-        "local save, until it is a step": complete,
-        "local restore": restored,
-    }
+    return found
+
+
+def save_times(name: str, checkpointer: Any, number: int, state: Any) -> dict[str, float]:
+    """Until the call returns, and until the step is complete."""
+    returned = timed(lambda: checkpointer.save(number, state))
+    complete = returned + timed(checkpointer.wait)
+    return {f"{name}, until it returns": returned, f"{name}, until it is a step": complete}
 
 
 def orbax_times(folder: Path, state: Any) -> dict[str, float]:
@@ -249,9 +249,7 @@ class Store:
         found["store, download raw"] = timed(lambda: self._bucket.read("raw"))
         self._bucket.delete(["raw"])
         with gshard.Checkpointer(f"{self._address}/run", keep_last=1) as checkpointer:
-            returned = timed(lambda: checkpointer.save(number, state))
-            found["store, save, until it returns"] = returned
-            found["store, save, until it is a step"] = returned + timed(checkpointer.wait)
+            found |= save_times("store, save", checkpointer, number, state)
             like = (plan.abstract_state(), plan)
             found["store, restore"] = timed(lambda: restore(checkpointer, like, True))
         return found

@@ -13,6 +13,7 @@ from gshard.checkpoint.step_info import DATA, DESCRIPTION, MANIFEST, DamagedInfo
 
 _LISTED_FOLDERS = (PROCESS_MANIFESTS, DATA, "array_metadatas")  # read by the names in them
 _MOST = 2**28  # bytes of a manifest
+DIFFERS = "differs from what was written"
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def read_combined_manifest(step: StepFiles) -> Listed:
     listed = read_manifest(step, MANIFEST, None)
     manifests = [name for name in listed if is_in(PROCESS_MANIFESTS, name)]
     if not manifests:  # another manifest in its place
-        raise DamagedFileError(Damage(MANIFEST, "differs from what was written"))
+        raise DamagedFileError(Damage(MANIFEST, DIFFERS))
     if None not in listed.values():  # an earlier gshard wrote it, without these names
         for name in manifests:
             listed |= read_manifest(step, name, listed[name])
@@ -162,7 +163,7 @@ def read_manifest(step: StepFiles, name: str, segments: Sequence[Segment] | None
     except OSError as error:
         raise DamagedFileError(Damage(name, f"cannot be read ({why(error)})")) from error
     except (ValueError, TypeError, AttributeError, RecursionError):
-        raise DamagedFileError(Damage(name, "differs from what was written")) from None
+        raise DamagedFileError(Damage(name, DIFFERS)) from None
 
 
 def _damages_of_file(
@@ -184,7 +185,7 @@ def _damages_of_file(
     except OSError as error:
         return [Damage(name, f"cannot be read ({why(error)})", arrays)]
     bad = [x for x, checksum in zip(segments, found, strict=True) if x[1] != checksum]
-    return [Damage(name, "differs from what was written", _arrays_in(bad))] if bad else []
+    return [Damage(name, DIFFERS, _arrays_in(bad))] if bad else []
 
 
 def _arrays_in(segments: Iterable[Segment]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from gshard._util.errors import GShardError
 from gshard._util.scratch import scratch_folder
 from gshard.checkpoint.bucket import REQUESTS
 from gshard.checkpoint.checksums import (
+    DIFFERS,
     Damage,
     DamagedFileError,
     check_description,
@@ -39,7 +40,6 @@ from gshard.checkpoint.store import Wanted, Wants
 
 _OF_PROCESS = re.compile(rf"{ARRAYS}/ocdbt\.process_(\d+)/.*")
 _REQUEST = 2**23  # bytes of a request at most; fewer take about as long, more need memory
-_DIFFERS = "differs from what was written"
 
 
 class RangeFiles(StepFiles, Protocol):
@@ -193,7 +193,7 @@ def copy_parts(
         with (folder / name).open("r+b", buffering=0) as file:
             if os.pwrite(file.fileno(), content, start) != len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
-        return None if len(content) == end - start else (name, _DIFFERS)
+        return None if len(content) == end - start else (name, DIFFERS)
 
     def check(item: tuple[str, Part]) -> bool:
         name, part = item
@@ -209,7 +209,7 @@ def copy_parts(
     harmed: dict[str, list[str]] = {name: [] for name in bad}
     for (name, part), is_right in zip(known, run_parallel(check, known, THREADS), strict=True):
         if not is_right:
-            bad.setdefault(name, _DIFFERS)
+            bad.setdefault(name, DIFFERS)
             arrays = harmed.setdefault(name, [])
             if part.array and part.array not in arrays:
                 arrays.append(part.array)

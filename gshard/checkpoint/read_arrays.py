@@ -45,8 +45,9 @@ def read_arrays(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dic
                 break
             with _explained():
                 shards = _shards(opened.pop(following[0]).result(), following[1])
-            reading.append((shards, _bytes_of(following[1])))
-            ahead += reading[-1][1]
+            size = following[1].dtype.itemsize * sum(map(_count, shards))
+            reading.append((shards, size))
+            ahead += size
         shards, size = reading.popleft()
         # Placed by the user's thread, which has their settings of JAX.
         arrays[path] = place_shards(x, partial(_finished, shards), at_once=True)
@@ -93,10 +94,9 @@ def _finished(shards: dict[Bounds, Any], bounds: Bounds) -> np.ndarray:
         return np.asarray(shards.pop(bounds).result())
 
 
-def _bytes_of(x: jax.ShapeDtypeStruct) -> int:
-    """The bytes that this process reads of an array."""
-    sizes = (prod(end - start for start, end in bounds) for bounds in devices_by_bounds(x))
-    return sum(sizes) * x.dtype.itemsize
+def _count(bounds: Bounds) -> int:
+    """The number of entries of a shard."""
+    return prod(end - start for start, end in bounds)
 
 
 @contextmanager

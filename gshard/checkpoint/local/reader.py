@@ -193,11 +193,8 @@ def _array(path: str, x: jax.ShapeDtypeStruct, found: _Found) -> jax.Array:
 
     def shard(bounds: Bounds) -> np.ndarray:
         key = found.stored(Key(path, bounds))
-        pieces = dict(found.pieces(key))
-        if key in pieces:  # the layout is that of the save
-            return np.array(pieces[key], x.dtype)  # a copy: JAX may keep what it is given on a CPU
-        out = np.zeros(key.shape, x.dtype)
-        for piece, values in pieces.items():
+        out = np.zeros(key.shape, x.dtype)  # never the mapped file: on a CPU JAX may keep it
+        for piece, values in found.pieces(key):
             both = piece.shared(key)
             out[both.within(key)] = values[both.within(piece)]
         return out
