@@ -85,7 +85,8 @@ def test_a_launcher_that_is_killed_is_gone_from_the_job(tmp_path):
         running([*command[:-1], "--log_dir", "b", command[-1]], tmp_path) as two,
     ):
         starts = tmp_path / "starts"
-        one.wait_until(lambda: starts.exists() and len(starts.read_text()) > 20, "both run")
+        for job in (one, two):
+            job.wait_until(lambda job=job: "] runs" in job.out, "both run")
         lost, left = (one, two) if "[rank 1]" in one.out else (two, one)
         lost.process.kill()
         lost.assert_nobody_left()
