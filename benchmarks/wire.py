@@ -4,7 +4,8 @@
 
 Everything is compiled ahead of time, each program in a process of its own, on no accelerator; what
 is reported is read off the compiled programs: bytes that one device sends in one step by the ring
-algorithms, how much of that overlaps with computation, and the compiler's own account of memory.
+algorithms, how much of that goes to other nodes and overlaps with computation, and the compiler's
+own account of memory.
 `theory` is the budget of gshard, with each leaf gathered no more often than this model needs. GB
 are 1e9 bytes. XLA_FLAGS are passed on, and noted in the JSON.
 """
@@ -114,7 +115,7 @@ def table(found: dict[str, Any]) -> Table:
         f"{model['layers']} layers, {found['devices']} devices; GB per device and step",
         title_justify="left",
     )
-    names = [*KINDS, "others", "total", "of theory", "overlapped"]
+    names = [*KINDS, "others", "total", "of theory", "between nodes", "overlapped"]
     names += ["arguments", "temporary", "peak", "compile"]
     shown.add_column("program")
     for name in names:
@@ -136,6 +137,7 @@ def table(found: dict[str, Any]) -> Table:
         shown.add_row(
             program["program"] + mark,
             *_wire_cells(program["wire_bytes"], theory),
+            _gigabytes(sum(program["network_bytes"].values())),
             f"{share:.0%}",
             *(_gigabytes(memory[use]) for use in ("argument_size", "temp_size", "peak_memory")),
             f"{program['compile_seconds']:.0f} s",

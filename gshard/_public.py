@@ -16,7 +16,8 @@ from gshard._util.errors import (
     UnevenInputsError,
 )
 from gshard._util.version import __version__
-from gshard.analysis.audit import Audit, audit
+from gshard.analysis.audit import audit
+from gshard.analysis.audit_report import Audit
 from gshard.analysis.explain import explain
 from gshard.analysis.explain_report import Explanation
 from gshard.analysis.forecast import forecast

@@ -1,4 +1,4 @@
-"""`audit` compares what a compiled step communicates with its budget, and reads its memory."""
+"""`audit` reads what a compiled step communicates, and its memory."""
 
 from __future__ import annotations
 
@@ -6,143 +6,36 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from rich.table import Table
 
 from gshard._util.errors import GShardError
-from gshard._util.html import html_of
-from gshard._util.text import bytes_of, text_of, text_table
+from gshard.analysis.audit_report import Audit, CollectiveRow, sum_known
 from gshard.analysis.hlo import Array, Collective, read_program
-from gshard.sharding.budget import Budget, Traffic
+from gshard.sharding.budget import Budget
+from gshard.sharding.nodes import Nodes, nodes_of
 from gshard.sharding.plan import Plan
-from gshard.train.global_loss.transfers import Transfer, transfers_table
 
 _SCOPE = re.compile(r"\bgshard/(\w+)")
 # A user's own collective: the name of its primitive is the end of its name stack.
 _WRITTEN = re.compile(
     r"/(psum|psum_invariant|pmax|pmin|all_gather|reduce_scatter|all_to_all|ppermute)$"
 )
-_NO_BUDGET = ("optimizer", "agree", "user", "loss")  # what an optimizer or a loss asks for itself
 _USES = ("argument", "output", "alias", "temp")
 _MEMORY = {use: f"{use}_size_in_bytes" for use in (*_USES, *(f"host_{use}" for use in _USES))}
 _MEMORY["peak"] = "peak_memory_in_bytes"
 
 
-@dataclass(frozen=True)
-class CollectiveRow:
-    """Collectives of one kind over the same mesh axes, of one dtype and for one purpose.
-
-    Attributes:
-      kind: such as `reduce-scatter`.
-      axes: mesh axes that communicate; None if no set of axes has these groups of devices.
-      dtype: XLA's name. XLA:CPU communicates bf16 as f32.
-      purpose: what it is for. gshard's own: `gather` (parameters), `scatter` and `reduce`
-        (gradients), `update` (all-gather of the updated parameters), `non_trainable` (all-gather of
-        what is not trained), `agree` (state that the loss returns, fp8 statistics), `loss` (what a
-        loss needs of other devices' examples) and `scalar`.
-        Others': `user` (the user's own function, such as a synchronised BatchNorm), `optimizer`
-        (norms, factored moments and matrix products of the user's optimizer) and `compiler` (what
-        else XLA inserted).
-      scalar: whether all operands have one element, or are a few scalars in one vector.
-      count: number of collectives in the program's text.
-      asynchronous: how many of these overlap with computation.
-      conditional: whether some are in a branch that not every run takes.
-      times: executions per run. None if the length of a loop is unknown; then the next three are
-        None, too.
-      elements: payload per device and run: outputs of all-gathers, inputs of all others.
-      payload_bytes: the payload in bytes.
-      wire_bytes: bytes that one device sends per run, by the ring algorithms.
-    """
-
-    kind: str
-    axes: tuple[str, ...] | None
-    dtype: str
-    purpose: str
-    scalar: bool
-    count: int
-    asynchronous: int
-    conditional: bool
-    times: int | None
-    elements: int | None
-    payload_bytes: int | None
-    wire_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Audit:
-    """The communication and memory of a compiled program; print it for a report.
-
-    Attributes:
-      collectives: one row for each kind, axes, dtype and purpose, with scalars in separate rows.
-      memory: bytes on one device by use: `argument`, `output`, `alias` (outputs in the memory of
-        donated arguments), `temp`, `peak`, and `host_*`. Uses that the backend does not report are
-        missing.
-      budget: the budget of the step's plan; None if the audited function has none.
-      loss_transfers: what the loss needs of other devices' examples, with the user's lines, as
-        `step.loss_transfers`.
-
-    Example:
-      >>> state, plan = gshard.shard_train_state(
-      ...     (params, tx), gshard.make_mesh(), "zero1", min_shard_size=0
-      ... )
-      >>> found = gshard.audit(gshard.make_train_step(loss_fn, plan), state, batch)
-      >>> found.elements("all-gather") == found.budget.elements("all-gather") == 64 * 32 + 32
-      True
-      >>> found.exceeded  # nothing is over budget
-      ()
-    """
-
-    collectives: tuple[CollectiveRow, ...]
-    memory: dict[str, int]
-    budget: Budget | None
-    loss_transfers: tuple[Transfer, ...] = ()
-
-    def elements(self, kind: str, scalars: bool = False) -> int:
-        """Elements that collectives of one kind communicate, per device and run.
-
-        Args:
-          kind: such as `all-gather`.
-          scalars: whether to count losses, norms and other scalars.
-
-        Raises:
-          GShardError: one of them is in a loop whose length is unknown.
-        """
-        rows = (r for r in self.collectives if r.kind == kind and (scalars or not r.scalar))
-        return sum(_known(row, row.elements) for row in rows)
-
-    def wire_bytes(self, kind: str | None = None) -> int:
-        """Bytes that one device sends in one run, in collectives of one kind or of all kinds.
-
-        Raises:
-          GShardError: one of them is in a loop whose length is unknown.
-        """
-        rows = (row for row in self.collectives if kind in (None, row.kind))
-        return sum(_known(row, row.wire_bytes) for row in rows)
-
-    @property
-    def exceeded(self) -> tuple[str, ...]:
-        """Readable messages of what is over budget; empty if nothing is, or without a budget."""
-        return () if self.budget is None else tuple(_over_budget(self.budget, self.collectives))
-
-    def as_dict(self) -> dict[str, Any]:
-        """The whole audit as dicts, tuples, strings and numbers, ready for JSON."""
-        return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        return audit_text(self)
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows: the same as `print(audit)`."""
-        return html_of(_report(self))
-
-
-def audit(step: Any, *args: Any, plan: Plan | None = None, budget: Budget | None = None) -> Audit:
+def audit(
+    step: Any,
+    *args: Any,
+    plan: Plan | None = None,
+    budget: Budget | None = None,
+    devices_per_node: int | None = None,
+) -> Audit:
     """Compiles a step for these arguments, and reads what it communicates and keeps in memory.
 
     Nothing is executed and no argument is donated. Collectives of a single device transfer nothing,
@@ -154,12 +47,15 @@ def audit(step: Any, *args: Any, plan: Plan | None = None, budget: Budget | None
       plan: the plan of a jitted function, for the names of the mesh axes; by default the mesh of
         its inputs gives them.
       budget: the budget of a jitted function, `gshard.budget(plan, ...)`, for the comparison.
+      devices_per_node: how many neighbours in the mesh share fast links, such as the 8 GPUs of a
+        host. By default JAX says so of GPUs and TPUs; CPU devices are one node.
 
     Returns:
       What the compiled program communicates and keeps; print it for a report.
 
     Raises:
-      GShardError: `step` cannot be lowered, or the backend has no text of its programs.
+      GShardError: `step` cannot be lowered, the backend has no text of its programs, or
+        `devices_per_node` does not divide the devices.
 
     Example:
       >>> state, plan = gshard.shard_train_state(
@@ -186,7 +82,9 @@ def audit(step: Any, *args: Any, plan: Plan | None = None, budget: Budget | None
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
     memory = compiled_memory(compiled, platform)
     transfers = getattr(step, "loss_transfers", None) or ()
-    return Audit(collective_rows(text, mesh), memory, budget, transfers)
+    nodes = None if mesh is None else nodes_of(mesh, devices_per_node)
+    rows = collective_rows(text, mesh, nodes)
+    return Audit(rows, memory, budget, transfers, 1 if nodes is None else nodes.count)
 
 
 def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:
@@ -211,7 +109,9 @@ def compiled_memory(compiled: Any, platform: str = "") -> dict[str, int]:
     return found
 
 
-def collective_rows(text: str, mesh: Mesh | AbstractMesh | None) -> tuple[CollectiveRow, ...]:
+def collective_rows(
+    text: str, mesh: Mesh | AbstractMesh | None, nodes: Nodes | None = None
+) -> tuple[CollectiveRow, ...]:
     """Returns the collectives in the text of optimized HLO, as in `Audit.collectives`."""
     grouped: dict[tuple[Any, ...], list[Collective]] = {}
     for combined in read_program(text).collectives:
@@ -243,6 +143,9 @@ def collective_rows(text: str, mesh: Mesh | AbstractMesh | None) -> tuple[Collec
             elements=sum_known(x.times and x.times * x.elements for x in members),
             payload_bytes=sum_known(x.times and x.times * x.payload_bytes for x in members),
             wire_bytes=sum_known(x.wire_bytes for x in members),
+            network_bytes=sum_known(
+                0 if nodes is None else x.network_bytes(nodes) for x in members
+            ),
         )
         for key, members in grouped.items()
     ]
@@ -290,108 +193,3 @@ def _purpose(kind: str, op_name: str) -> str:
 def _kind(kind: str, purpose: str) -> str:
     """Over Gloo a reduce-scatter may be an all-to-all of as many elements, and a sum."""
     return "reduce-scatter" if (kind, purpose) == ("all-to-all", "scatter") else kind
-
-
-def _known(row: CollectiveRow, amount: int | None) -> int:
-    if amount is None:
-        raise GShardError(
-            f"{row.kind} ({row.purpose}) runs in a loop whose length is not constant, so what it "
-            "communicates is unknown; audit the loop's body, or give the loop a constant length "
-            "(lax.scan, lax.fori_loop)"
-        )
-    return amount
-
-
-def _compared(
-    budget: Budget, rows: Iterable[CollectiveRow]
-) -> Iterator[tuple[tuple[str, str], list[Traffic], int | None]]:
-    """Yields (kind, purpose), its traffic in the budget, and the elements found; no scalars."""
-    rows = [row for row in rows if not row.scalar]
-    for key in dict.fromkeys((x.kind, x.purpose) for x in (*budget.communicated, *rows)):
-        traffic = [x for x in budget.communicated if (x.kind, x.purpose) == key]
-        yield key, traffic, sum_known(x.elements for x in rows if (x.kind, x.purpose) == key)
-
-
-def _over_budget(budget: Budget, rows: Iterable[CollectiveRow]) -> Iterator[str]:
-    """Yields a message for each kind of collective that transfers more than its budget.
-
-    Scalars have no budget, and neither has what an optimizer or a loss asks for itself. Collectives
-    that the compiler inserted have a budget of 0.
-    """
-    for (kind, purpose), traffic, amount in _compared(budget, rows):
-        bound = sum(x.elements for x in traffic)
-        if purpose not in _NO_BUDGET and (amount is None or amount > bound):
-            many = "an unknown number" if amount is None else f"{amount:,}"
-            yield f"{kind} for {purpose}: the budget is {bound:,} elements, found {many}"
-
-
-def audit_text(found: Audit) -> str:
-    """Returns tables of the collectives, the budget and findings, and one device's memory."""
-    return text_of(_report(found))
-
-
-def _report(found: Audit) -> list[Table]:
-    parts = [_collectives_table(found.collectives)]
-    if found.budget is not None:
-        parts.append(_budget_table(found.budget, found.collectives))
-    if found.loss_transfers:
-        parts.append(transfers_table(found.loss_transfers))
-    return [*parts, _memory_table(found)]
-
-
-def sum_known(amounts: Iterable[int | None]) -> int | None:
-    """Returns the sum, or None if one of the amounts is unknown."""
-    total = 0
-    for amount in amounts:
-        if amount is None:
-            return None
-        total += amount
-    return total
-
-
-def _collectives_table(rows: Iterable[CollectiveRow]) -> Table:
-    table = text_table(
-        "Collectives, per device and run",
-        ("kind", "axes", "dtype", "for"),
-        ("count", "async", "times", "elements", "payload", "wire"),
-    )
-    for row in rows:
-        table.add_row(
-            row.kind,
-            "?" if row.axes is None else ",".join(row.axes),
-            row.dtype,
-            row.purpose + (" (scalar)" if row.scalar and row.purpose != "scalar" else ""),
-            f"{row.count:,}",
-            f"{row.asynchronous:,}",
-            ("<= " if row.conditional else "") + _number(row.times),
-            _number(row.elements),
-            *("?" if n is None else bytes_of(n) for n in (row.payload_bytes, row.wire_bytes)),
-        )
-    return table
-
-
-def _budget_table(budget: Budget, rows: Iterable[CollectiveRow]) -> Table:
-    table = text_table(
-        "Elements communicated: budget and found", ("kind", "for"), ("budget", "found")
-    )
-    for key, traffic, amount in _compared(budget, rows):
-        mark = "<= " if any(x.at_most for x in traffic) else ""
-        bound = f"{mark}{sum(x.elements for x in traffic):,}" if traffic else "-"
-        table.add_row(*key, bound, _number(amount))
-    return table
-
-
-def _memory_table(found: Audit) -> Table:
-    amounts: dict[str, int] = {}
-    if found.budget is not None:
-        amounts |= {f"budget: {name}": n for name, n in found.budget.resident.items()}
-        amounts |= {f"budget: {name} on host": n for name, n in found.budget.host.items() if n}
-    for name, n in found.memory.items():
-        if n or not name.startswith("host_"):
-            amounts[name.replace("_", " ")] = n
-    rows = [(name, f"{n:,}", bytes_of(n)) for name, n in amounts.items()]
-    return text_table("Memory of one device", ("use",), ("bytes", "size"), rows)
-
-
-def _number(amount: int | None) -> str:
-    return "?" if amount is None else f"{amount:,}"

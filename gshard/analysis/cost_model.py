@@ -25,15 +25,14 @@ from dataclasses import dataclass
 from gshard.analysis.aot.target import Target
 from gshard.analysis.calibration import Calibration
 from gshard.analysis.memory.program import FREE, Op, TracedProgram
-from gshard.sharding.mesh import Group
 
 # Shares of a chip's peak that programs reach: products of large matrices 60 to 70 % on GPUs and
 # TPUs (scaling book, chapters 1 and 12), streams through memory about 80 %.
 COMPUTE_SHARE, MEMORY_SHARE = 0.6, 0.8
 # Seconds that a collective takes however little it sends: the launch of a kernel and a round of
-# messages on one host (nccl-tests: 10 to 40 us for 8 bytes on 8 GPUs); with several hosts, as much
+# messages on one host (nccl-tests: 10 to 40 us for 8 bytes on 8 GPUs); with several nodes, as much
 # again for the network.
-START, START_OF_HOSTS = 20e-6, 20e-6
+START, START_OF_NODES = 20e-6, 20e-6
 
 
 @dataclass(frozen=True)
@@ -96,56 +95,42 @@ class Cost:
         return {**{name: x / base for name, x in seconds.items()}, "binding": self.binding}
 
 
-def fits_hosts(target: Target, group_size: int) -> bool:
-    """Whether each group of so many neighbouring devices is within one host."""
-    return target.hosts == 1 or target.devices_per_host % group_size == 0
+def seconds_to_send(
+    target: Target, sent: int, network: int = 0, measured: Calibration | None = None
+) -> float:
+    """Seconds that a device takes to send bytes, of which `network` go to other nodes.
 
-
-def bandwidths(
-    target: Target, group: Group, measured: Calibration | None = None
-) -> tuple[float, float]:
-    """Bytes/s that a device sends within its shard group, and between replicas.
-
-    Neighbouring devices are in one shard group. If a group spans several hosts, its devices on one
-    host share the network of that host.
+    Both links are busy at once, and the slower of the two decides.
     """
     chip = target.chip
     if measured is not None and measured.link is not None:
-        return measured.link, measured.link
-    if target.platform == "tpu":
-        return 2 * chip.link, 2 * chip.link  # both ways along an axis
-    if target.hosts == 1:
-        return chip.link, chip.link
-    members = min(group.size, target.devices_per_host)
-    shard = chip.link if fits_hosts(target, group.size) else min(chip.link, members * chip.network)
-    groups = max(1, target.devices_per_host // group.size)
-    return shard, min(chip.link, groups * chip.network)
+        return sent / measured.link
+    # A TPU sends both ways along an axis.
+    link = 2 * chip.link if target.platform == "tpu" else chip.link
+    return max(sent / link, network / chip.network)
 
 
 def cost(
     target: Target,
-    group: Group,
     flops: Mapping[str, float],
     traffic: int,
-    wire: Mapping[str, int],
+    wire: float,
+    all_gather_params: float,
     update: int,
     host: int,
     starts: int = 0,
-    starts_of_hosts: int = 0,
+    starts_of_nodes: int = 0,
     measured: Calibration | None = None,
 ) -> Cost:
-    """The cost of a step on a mesh with these data axes, from FLOPs by dtype and bytes.
+    """The cost of a step, from FLOPs by dtype, bytes, and seconds of communication.
 
-    A device sends `wire` bytes: `shard` within its shard group, `replicas` between replicas, and
-    `update` for the updated parameters. The loss and its gradient read and write `traffic` bytes of
-    memory, the optimizer `update` bytes; `host` bytes are stored on the host. A step executes
-    `starts` collectives, of which `starts_of_hosts` span several hosts. Rates are `measured`, or
-    those of the target's chip.
+    `wire` are the seconds of collectives that overlap with computation, `all_gather_params` those
+    of the updated parameters. The loss and its gradient read and write `traffic` bytes of memory,
+    the optimizer `update` bytes; `host` bytes are stored on the host. A step executes `starts`
+    collectives, of which `starts_of_nodes` span several nodes. Rates are `measured`, or those of
+    the target's chip.
     """
     chip = target.chip
-    shard, replicas = bandwidths(target, group, measured)
-    if group.replicas > 1 and group.size == 1:
-        shard = replicas
     if measured is None:
         half, single = COMPUTE_SHARE * chip.bfloat16, COMPUTE_SHARE * chip.float32
         stream, start = MEMORY_SHARE * chip.memory_bandwidth, START
@@ -158,11 +143,11 @@ def cost(
             for dtype, count in flops.items()
         ),
         memory=traffic / stream,
-        wire=wire.get("shard", 0) / shard + wire.get("replicas", 0) / replicas,
+        wire=wire,
         update=update / stream,
-        all_gather_params=wire.get("update", 0) / shard,
+        all_gather_params=all_gather_params,
         host=2 * host / chip.host_link,
-        starts=starts * start + starts_of_hosts * START_OF_HOSTS,
+        starts=starts * start + starts_of_nodes * START_OF_NODES,
         overlaps=target.platform != "cpu",
     )
 

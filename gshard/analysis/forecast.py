@@ -34,6 +34,7 @@ from gshard.analysis.setup import (
 from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.level import LEVELS, parse_levels
 from gshard.sharding.mesh import REPLICA, SHARD
+from gshard.sharding.nodes import nodes_of
 from gshard.sharding.plan import Plan
 
 
@@ -51,6 +52,7 @@ def forecast(
     offload: bool = False,
     activations: bool = True,
     platform: str | None = None,
+    devices_per_node: int | None = None,
     report: Callable[[str], object] | None = None,
 ) -> Forecast:
     """Forecasts the memory and traffic of a train step at every level.
@@ -74,6 +76,7 @@ def forecast(
       activations: whether to trace the step, if the setup has a loss.
       platform: the compiler to model, `cpu`, `gpu` or `tpu`; by default that of the mesh's devices,
         or `gpu` without devices.
+      devices_per_node: how many neighbours in the mesh share fast links, as in `gshard.budget`.
       report: called with the name of each level before its forecast.
 
     Returns:
@@ -117,16 +120,23 @@ def forecast(
         if report is not None:
             report(name)
         state, plan = sharded_setup(setup, devices, name, choices)
-        level = level_forecast(plan, choices, batch_bytes(setup, plan, choices))
+        batch = batch_bytes(setup, plan, choices)
+        level = level_forecast(plan, choices, batch, devices_per_node)
         if activations and setup.loss_fn is not None:
-            seen = footprint_of(setup, state, plan, choices, platform or here)
+            where = platform or here, devices_per_node
+            seen = footprint_of(setup, state, plan, choices, *where)
             level = dataclasses.replace(
-                level, peak=seen.peak, largest=seen.largest, wire=seen.wire_bytes
+                level,
+                peak=seen.peak,
+                largest=seen.largest,
+                wire=seen.wire_bytes,
+                network=seen.network_bytes,
             )
         plans[name], found[name] = plan, level
     plan = plans[names[0]]
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(plan.params))
-    return Forecast(elements, devices.size, plan.group.replicas, choices, found, plans)
+    nodes = nodes_of(devices, devices_per_node).count
+    return Forecast(elements, devices.size, plan.group.replicas, choices, found, plans, nodes=nodes)
 
 
 def forecast_config(
@@ -142,6 +152,7 @@ def forecast_config(
         replica=config.replica,
         activations=activations,
         platform=None if target is None else target.platform,
+        devices_per_node=None if target is None else target.devices_per_node,
         **vars(config.choices),
         report=report and (lambda level: report(f"{level}: tracing for {devices} devices")),
     )
@@ -169,11 +180,13 @@ FLAVOURS: dict[str, dict[str, Any]] = {
 }
 
 
-def level_forecast(plan: Plan, choices: Choices, batch: int = 0) -> LevelForecast:
+def level_forecast(
+    plan: Plan, choices: Choices, batch: int = 0, devices_per_node: int | None = None
+) -> LevelForecast:
     """Returns the forecast of a plan's level, with `batch` bytes of examples on one device."""
 
     def budgeted(**flavour: Any) -> Budget:
-        return budget(plan, **{**choices.of_step, **flavour})
+        return budget(plan, **{**choices.of_step, **flavour}, devices_per_node=devices_per_node)
 
     this = budgeted()
     step = sum(x.bytes_per_device for x in jax.tree.leaves(plan.layouts.step))
@@ -186,12 +199,18 @@ def level_forecast(plan: Plan, choices: Choices, batch: int = 0) -> LevelForecas
         batch=batch,
         gathered=largest_layer(plan),
         wire=this.wire_bytes,
+        network=this.network_bytes,
         wire_by_flavour={name: budgeted(**kwargs).wire_bytes for name, kwargs in FLAVOURS.items()},
     )
 
 
 def footprint_of(
-    setup: TrainSetup, state: Any, plan: Plan, choices: Choices, platform: str
+    setup: TrainSetup,
+    state: Any,
+    plan: Plan,
+    choices: Choices,
+    platform: str,
+    devices_per_node: int | None = None,
 ) -> Footprint:
     """Estimates the footprint of one step on one device; the mesh of the plan may be abstract.
 
@@ -202,7 +221,7 @@ def footprint_of(
     if choices.offload:
         near = dataclasses.replace(choices, offload=False)
         near_state, near_plan = sharded_setup(setup, plan.mesh, plan.level.name, near)
-        seen = footprint_of(setup, near_state, near_plan, near, platform)
+        seen = footprint_of(setup, near_state, near_plan, near, platform, devices_per_node)
         on_host, window = plan.bytes_per_device["host"], 2 * max(plan.fetched_at_once, default=0)
         return dataclasses.replace(
             seen,
@@ -220,4 +239,4 @@ def footprint_of(
         raise GShardError(
             f"the loss cannot be traced with this state and batch: {type(error).__name__}: {first}"
         ) from error
-    return footprint(traced, plan, platform)
+    return footprint(traced, plan, platform, devices_per_node)

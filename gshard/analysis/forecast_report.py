@@ -28,6 +28,7 @@ class LevelForecast:
       batch: the examples of one step.
       gathered: the largest layer of all-gathered parameters; 0 if parameters are replicated.
       wire: sent in one step by the traced program; an upper bound if it was not traced.
+      network: how much of this goes to other nodes: the mean over the devices of a node.
       wire_by_flavour: upper bounds of what is sent in one step, for every way to accumulate
         gradients (`local`, `scatter`, `sync`), and with gathered parameters kept for the backward
         pass (`kept`).
@@ -50,6 +51,7 @@ class LevelForecast:
     batch: int
     gathered: int
     wire: int
+    network: int
     wire_by_flavour: dict[str, int]
     peak: int | None = None
     largest: tuple[TracedBuffer, ...] = ()
@@ -87,6 +89,7 @@ class Forecast:
       plans: plans by name of the level.
       target: name of the machine, if it is known.
       usable: bytes of one device's memory that programs can use, if they are known.
+      nodes: number of nodes, whose devices share fast links (NVLink, or those of a TPU slice).
 
     Example:
       >>> setup = gshard.TrainSetup((params, tx), shard={"min_shard_size": 0})
@@ -105,6 +108,7 @@ class Forecast:
     plans: dict[str, Plan] = field(repr=False, compare=False)
     target: str | None = None
     usable: int | None = None
+    nodes: int = 1
 
     def fits(self, level: str) -> bool | None:
         """Whether a level fits a device's memory; None if that is not known.
@@ -119,7 +123,7 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the plans as dicts, tuples, strings and numbers, ready for JSON."""
-        names = ("parameters", "devices", "replica", "target", "usable")
+        names = ("parameters", "devices", "replica", "target", "usable", "nodes")
         return {name: getattr(self, name) for name in names} | {
             "choices": dataclasses.asdict(self.choices),
             "levels": {
@@ -145,11 +149,17 @@ def _report(found: Forecast) -> list[Table | str]:
         f"of {choices.micro_batches} x {choices.micro_batch_size} examples on each device"
     )
     traced = all(level.peak is not None for level in found.levels.values())
+    columns = {"sent" if traced else "at most": "wire"}
+    if found.nodes > 1:
+        columns[f"between {found.nodes} nodes"] = "network"
     wire = text_table(
         "Sent by one device in one step",
         ("level",),
-        ("sent" if traced else "at most",),
-        [(name, bytes_of(level.wire)) for name, level in found.levels.items()],
+        tuple(columns),
+        [
+            (name, *(bytes_of(getattr(level, of)) for of in columns.values()))
+            for name, level in found.levels.items()
+        ],
     )
     return [title, _memory_table(found), wire]
 

@@ -11,7 +11,7 @@ from typing import Any
 from gshard._util.errors import GShardError
 from gshard.analysis.aot.target import Target
 from gshard.analysis.calibration import Calibration
-from gshard.analysis.cost_model import Cost, cost, fits_hosts
+from gshard.analysis.cost_model import Cost, cost, seconds_to_send
 from gshard.analysis.forecast import abstract_mesh, footprint_of, level_forecast
 from gshard.analysis.forecast_report import LevelForecast
 from gshard.analysis.memory.footprint import MARGIN, Footprint
@@ -198,11 +198,12 @@ def _verdict(
     choices, has = option.choices, target.memory
     mesh = abstract_mesh(target.devices, option.replica)
     state, plan = sharded_setup(setup, mesh, option.level, choices)
-    level = level_forecast(plan, choices, batch_bytes(setup, plan, choices))
+    near = target.devices_per_node
+    level = level_forecast(plan, choices, batch_bytes(setup, plan, choices), near)
     # The least that it can need: the trace says how much of a layer is gathered.
     needs, seconds = level.needs - level.gathered, None
     if needs <= has and level.host <= target.chip.host_memory:
-        seen = footprint_of(setup, state, plan, choices, target.platform)
+        seen = footprint_of(setup, state, plan, choices, target.platform, near)
         needs = seen.peak
         if MARGIN * seen.peak <= has:
             seconds = step_cost(target, plan, level, seen, measured)
@@ -216,25 +217,23 @@ def step_cost(
     seen: Footprint,
     measured: Calibration | None = None,
 ) -> Cost:
-    """The cost of a traced step: its collectives by destination, its memory traffic and FLOPs."""
-    wire: dict[str, int] = dict.fromkeys(("shard", "replicas", "update"), 0)
-    starts = starts_of_hosts = 0
+    """The cost of a traced step: its collectives, its memory traffic and FLOPs."""
+    overlapped = all_gather_params = 0.0
     for row in seen.collectives:
-        to_replicas = row.kind == "all-reduce" and plan.group.replicas > 1
+        seconds = seconds_to_send(target, row.wire_bytes, row.network_bytes, measured)
         if row.kind == "all-gather" and not plan.gathers:  # the updated parameters
-            wire["update"] += row.wire_bytes
+            all_gather_params += seconds
         else:
-            wire["replicas" if to_replicas else "shard"] += row.wire_bytes
-        starts += row.count
-        if target.hosts > 1 and (to_replicas or not fits_hosts(target, row.group_size)):
-            starts_of_hosts += row.count
+            overlapped += seconds
+    starts = sum(row.count for row in seen.collectives)
+    starts_of_nodes = sum(row.count for row in seen.collectives if row.network_bytes)
     # The update reads and writes moments and master copies, writes parameters and reads gradients:
     # a part of the traffic of the step that no computation overlaps with.
     update = 2 * level.optimizer + level.params + level.gradients
     rest = max(0, seen.traffic - update)
     return cost(
-        target, plan.group, seen.flops, rest, wire, update, level.host, starts, starts_of_hosts,
-        measured,
+        target, seen.flops, rest, overlapped, all_gather_params, update, level.host, starts,
+        starts_of_nodes, measured,
     )  # fmt: skip
 
 

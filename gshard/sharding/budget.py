@@ -6,9 +6,9 @@ Everything that reports a figure (tests, the demo, `audit`) calls `budget`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Protocol
 
 import jax
@@ -21,6 +21,8 @@ from gshard._util.text import bytes_of, text_of, text_table
 from gshard._util.validation import check_integer, shown
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import Accumulate, check_accumulate
+from gshard.sharding.mesh import Group, Hop
+from gshard.sharding.nodes import Nodes, nodes_of
 from gshard.sharding.plan import Plan
 
 
@@ -40,6 +42,8 @@ class Traffic:
         sharded parameters communicates the dtype that it casts them to.
       at_most: whether this is an upper bound: a leaf that the backward pass does not need is
         gathered once less.
+      network_bytes: how many of these bytes go to other nodes, over the network: the mean over the
+        devices of a node. 0 on one node.
     """
 
     kind: str
@@ -47,6 +51,7 @@ class Traffic:
     elements: int
     wire_bytes: int
     at_most: bool = False
+    network_bytes: int = 0
 
 
 class LossTransfer(Protocol):
@@ -75,6 +80,7 @@ class Budget:
       communicated: one entry per kind and purpose. Scalars (losses, norms) and what an optimizer
         itself communicates are not counted.
       host: bytes in host memory per device, by the same names; 0 without `offload=`.
+      nodes: number of nodes, whose devices share fast links (NVLink, or those of a TPU slice).
 
     Example:
       >>> state, plan = gshard.shard_train_state(
@@ -89,6 +95,7 @@ class Budget:
     resident: dict[str, int]
     communicated: tuple[Traffic, ...]
     host: dict[str, int] = field(default_factory=dict)
+    nodes: int = 1
 
     def elements(self, kind: str) -> int:
         """Returns the number of elements that collectives of one kind communicate."""
@@ -98,6 +105,11 @@ class Budget:
     def wire_bytes(self) -> int:
         """Number of bytes that a device sends in one step."""
         return sum(m.wire_bytes for m in self.communicated)
+
+    @property
+    def network_bytes(self) -> int:
+        """Number of bytes that a device sends to other nodes in one step."""
+        return sum(m.network_bytes for m in self.communicated)
 
     def __str__(self) -> str:
         return text_of(self._report())
@@ -111,12 +123,16 @@ class Budget:
         memory = text_table("Memory of one device", ("use",), ("bytes", "size"))
         for name, n in stored.items():
             memory.add_row(name, f"{n:,}", bytes_of(n))
-        sent = text_table("Communicated in one step", ("kind", "for"), ("elements", "sent"))
+        columns = ("elements", "sent", *(("between nodes",) if self.nodes > 1 else ()))
+        sent = text_table("Communicated in one step", ("kind", "for"), columns)
         for m in self.communicated:
             elements = f"{'<= ' if m.at_most else ''}{m.elements:,}"
-            sent.add_row(m.kind, m.purpose, elements, bytes_of(m.wire_bytes))
+            amounts = (m.wire_bytes, m.network_bytes)[: len(columns) - 1]
+            sent.add_row(m.kind, m.purpose, elements, *map(bytes_of, amounts))
         title = f"level {self.level}: {self.group_size} devices in the shard group"
         total = f"sent by one device in one step: {bytes_of(self.wire_bytes)}"
+        if self.nodes > 1:
+            total += f", {bytes_of(self.network_bytes)} of this between {self.nodes} nodes"
         return [title, memory, sent, total]
 
 
@@ -127,6 +143,7 @@ def budget(
     accumulate: Accumulate = "level",
     reshard_after_forward: bool | int = True,
     loss_transfers: Iterable[LossTransfer] | None = (),
+    devices_per_node: int | None = None,
 ) -> Budget:
     """Computes the memory and traffic of a step from a plan, without compiling anything.
 
@@ -140,6 +157,8 @@ def budget(
       reshard_after_forward: as in `make_train_step`.
       loss_transfers: what the loss needs of other devices' examples, `step.loss_transfers` after
         the first call. A plan does not know it; `step.budget` has it.
+      devices_per_node: how many neighbours in the mesh share fast links, such as the 8 GPUs of a
+        host. By default JAX says so of GPUs and TPUs; CPU devices are one node.
 
     Returns:
       A `Budget`, in bytes and elements per device.
@@ -160,6 +179,7 @@ def budget(
         )
     how = accumulation(plan, micro_batches, accumulate)
     reshard = resharding(plan, reshard_after_forward)
+    nodes = nodes_of(plan.mesh, devices_per_node)
     # One device's view: it has only its shard over the model-parallel axes.
     stored, reduced, non_trainable = (
         [layout.local() for layout in jax.tree.leaves(tree)]
@@ -174,9 +194,9 @@ def budget(
     communicated = [
         traffic
         for s, r in zip(stored, reduced, strict=True)
-        for traffic in _traffic(s, r, micro_batches, how, reshard)
+        for traffic in _traffic(s, r, micro_batches, how, reshard, nodes)
     ] + [
-        ("all-gather", "non_trainable", True, micro_batches, _gathers(layout, reshard))
+        ("all-gather", "non_trainable", True, micro_batches, _gathers(layout, reshard, nodes))
         for layout in non_trainable
         if layout.dim is not None
     ]
@@ -185,17 +205,25 @@ def budget(
             "loss_transfers=None: a step knows what its loss communicates after its first call or "
             "step.lower(state, batch)."
         )
-    communicated += [_of_loss(x, plan.group.devices, micro_batches) for x in loss_transfers]
-    totals: dict[tuple[str, str, bool], tuple[int, int]] = {}
-    for kind, purpose, at_most, times, (elements, sent) in communicated:
-        n, total = totals.get((kind, purpose, at_most), (0, 0))
-        totals[kind, purpose, at_most] = n + times * elements, total + times * sent
+    communicated += [_of_loss(x, plan.group, micro_batches, nodes) for x in loss_transfers]
+    totals: dict[tuple[str, str, bool], _Amounts] = {}
+    for kind, purpose, at_most, times, amounts in communicated:
+        n, sent, network = totals.get((kind, purpose, at_most), (0, 0, 0))
+        more, sends, between = amounts
+        totals[kind, purpose, at_most] = (
+            n + times * more, sent + times * sends, network + times * between,
+        )  # fmt: skip
     return Budget(
         plan.level.name,
         plan.group.size,
         {name: _bytes(found, on_host=False) for name, found in layouts.items()},
-        tuple(Traffic(k, p, n, sent, most) for (k, p, most), (n, sent) in totals.items() if n),
+        tuple(
+            Traffic(kind, purpose, n, sent, at_most, int(network))
+            for (kind, purpose, at_most), (n, sent, network) in totals.items()
+            if n
+        ),
         {name: _bytes(found, on_host=True) for name, found in layouts.items()},
+        nodes.count,
     )
 
 
@@ -203,67 +231,88 @@ def _bytes(layouts: Iterable[Layout], on_host: bool) -> int:
     return sum(x.bytes_per_device for x in layouts if x.on_host == on_host)
 
 
+# Elements, bytes that a device sends, and bytes of these that it sends to other nodes.
+_Amounts = tuple[int, int, Fraction | int]
+
+
 def _traffic(
-    stored: Layout, reduced: Layout, micro_batches: int, accumulate: str, reshard: bool | int
-) -> Iterator[tuple[str, str, bool, int, tuple[int, int]]]:
+    stored: Layout,
+    reduced: Layout,
+    micro_batches: int,
+    accumulate: str,
+    reshard: bool | int,
+    nodes: Nodes,
+) -> Iterator[tuple[str, str, bool, int, _Amounts]]:
     """Yields kind, purpose, `at_most`, times per step and amounts of one leaf's collectives."""
     sums = micro_batches if accumulate == "sync" else 1
     group = reduced.group
     if reduced.dim is None:
         if group.devices > 1:
-            amounts = _all_reduce(reduced, reduced.size, group.devices)
+            amounts = _all_reduce(reduced, reduced.size, group.axes, nodes)
             yield "all-reduce", "reduce", False, sums, amounts
         return
     scatters = 1 if accumulate == "local" else micro_batches
-    yield "reduce-scatter", "scatter", False, scatters, _hops(reduced, reduced)
+    amounts = _hops(reduced, reduced, nodes)
+    yield "reduce-scatter", "scatter", False, scatters, amounts
     if group.replicas > 1:
-        amounts = _all_reduce(reduced, reduced.stored_size // group.size, group.replicas)
+        amounts = _all_reduce(reduced, reduced.stored_size // group.size, group.replica, nodes)
         yield "all-reduce", "reduce", False, sums, amounts
     if stored.dim is None:
-        yield "all-gather", "update", False, 1, _hops(reduced, stored)
+        yield "all-gather", "update", False, 1, _hops(reduced, stored, nodes)
     else:
-        yield "all-gather", "gather", True, micro_batches, _gathers(stored, reshard)
+        yield "all-gather", "gather", True, micro_batches, _gathers(stored, reshard, nodes)
 
 
 def _of_loss(
-    transfer: LossTransfer, devices: int, micro_batches: int
-) -> tuple[str, str, bool, int, tuple[int, int]]:
-    gathers = transfer.kind == "gather"
-    sent = (1 if gathers else 2) * (devices - 1) * transfer.size // devices
-    kind, times = "all-gather" if gathers else "all-reduce", transfer.times * micro_batches
-    return kind, "loss", False, times, (transfer.elements, sent)
+    transfer: LossTransfer, group: Group, micro_batches: int, nodes: Nodes
+) -> tuple[str, str, bool, int, _Amounts]:
+    kind = "all-gather" if transfer.kind == "gather" else "all-reduce"
+    passes = 1 if kind == "all-gather" else 2
+    sent = passes * (group.devices - 1) * transfer.size // group.devices
+    network = nodes.network_share_over(kind, group.axes) * transfer.size
+    amounts = transfer.elements, sent, network
+    return kind, "loss", False, transfer.times * micro_batches, amounts
 
 
-def _all_reduce(layout: Layout, elements: int, n: int) -> tuple[int, int]:
-    """Returns elements and bytes sent of a sum over `n` devices."""
-    return elements, 2 * (n - 1) * elements * layout.dtype.itemsize // n
+def _all_reduce(layout: Layout, elements: int, axes: tuple[str, ...], nodes: Nodes) -> _Amounts:
+    """Returns the amounts of a sum over axes."""
+    size, group = elements * layout.dtype.itemsize, layout.group
+    n = group.devices if axes == group.axes else group.replicas
+    return elements, 2 * (n - 1) * size // n, nodes.network_share_over("all-reduce", axes) * size
 
 
-def _hops(layout: Layout, moved: Layout) -> tuple[int, int]:
-    """Returns elements and bytes sent of one gather or scatter in the dtype of `moved`.
+def _gathered(
+    layout: Layout, width: int, hops: Iterable[tuple[int, Sequence[Hop]]], nodes: Nodes
+) -> _Amounts:
+    """Returns the amounts of gathers over some hops, each as often as is said.
 
-    There is one hop per shard axis, each smaller than the last. A device always sends (N-1)/N of
-    the array in total.
+    Each hop communicates more than the last: what the hops before it have gathered. A scatter is
+    the same backwards. Over all hops a device sends (N-1)/N of the array.
     """
-    sizes = layout.group.sizes
-    elements = sum(layout.stored_size // math.prod(sizes[:i]) for i in range(len(sizes)))
-    sent = layout.stored_size - layout.stored_size // layout.group.size
-    return elements, sent * moved.dtype.itemsize
-
-
-def _gathers(layout: Layout, reshard: bool | int) -> tuple[int, int]:
-    """Returns elements and bytes sent of one leaf's gathers for forward and backward pass."""
-    if isinstance(reshard, bool):
-        elements, sent = _hops(layout, layout)
-        return (2 * elements, 2 * sent) if reshard else (elements, sent)
-    size, elements, sent = layout.stored_size // layout.group.size, 0, 0
-    across, within = layout.group.sub_group(reshard)
-    for times, hops in ((1, across), (2, within)):
-        for hop in hops:
+    size, elements, sent, network = layout.stored_size // layout.group.size, 0, 0, Fraction(0)
+    for times, some in hops:
+        for hop in some:
             sent += times * size * (hop.size - 1)
             size *= hop.size
             elements += times * size
-    return elements, sent * layout.dtype.itemsize
+            share = nodes.network_share_over("all-gather", (hop.axis,), hop.groups)
+            network += times * size * share
+    return elements, sent * width, network * width
+
+
+def _hops(layout: Layout, moved: Layout, nodes: Nodes) -> _Amounts:
+    """Returns the amounts of one gather or scatter in the dtype of `moved`."""
+    return _gathered(layout, moved.dtype.itemsize, [(1, layout.group.hops)], nodes)
+
+
+def _gathers(layout: Layout, reshard: bool | int, nodes: Nodes) -> _Amounts:
+    """Returns the amounts of one leaf's gathers for forward and backward pass."""
+    if isinstance(reshard, bool):
+        hops = [(2 if reshard else 1, layout.group.hops)]
+    else:
+        across, within = layout.group.sub_group(reshard)
+        hops = [(1, across), (2, within)]
+    return _gathered(layout, layout.dtype.itemsize, hops, nodes)
 
 
 def resharding(plan: Plan, reshard_after_forward: bool | int) -> bool | int:

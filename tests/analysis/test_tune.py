@@ -17,10 +17,9 @@ from gshard.analysis.calibration import SCHEMA, Calibration, read_calibration
 from gshard.analysis.cost_model import (
     COMPUTE_SHARE,
     Cost,
-    bandwidths,
     cost,
+    seconds_to_send,
 )
-from gshard.analysis.forecast import abstract_mesh
 from gshard.analysis.setup import Choices, Config, read_config
 from gshard.analysis.tune import (
     Option,
@@ -33,7 +32,6 @@ from gshard.analysis.tune import (
 )
 from gshard.analysis.tune_report import advice_text
 from gshard.cli.main import main
-from gshard.sharding.mesh import data_group
 
 H100 = parse_target("h100:2x8")
 WIDE = ("tests.setups:mlp", {"target": "h100:2x8", "arguments.width": 1024})
@@ -42,10 +40,6 @@ WIDE = ("tests.setups:mlp", {"target": "h100:2x8", "arguments.width": 1024})
 def config_of(**more):
     values = {"target": H100, "devices": 16, "arguments": {"width": 1024, "layers": 2}}
     return Config("tests.setups:mlp", **{**values, **more})
-
-
-def group_of(devices, replica=1):
-    return data_group(abstract_mesh(devices, replica))
 
 
 # ---- options ------------------------------------------------------------------------------------
@@ -80,35 +74,33 @@ def test_copies_suit_the_hosts():
 # ---- the model of time --------------------------------------------------------------------------
 
 
-def test_a_group_within_a_host_has_its_links():
-    chip = H100.chip
-    assert bandwidths(H100, group_of(16, replica=2)) == (chip.link, min(chip.link, chip.network))
-    wide, _ = bandwidths(H100, group_of(16))
-    assert wide == min(chip.link, 8 * chip.network)
-    one, _ = bandwidths(parse_target("h100:16x1"), group_of(16))
-    assert one == chip.network
-    tpu = parse_target("tpu-v5e:4x4")
-    assert bandwidths(tpu, group_of(16))[0] == 2 * tpu.chip.link
+def test_the_slower_link_decides_how_long_sending_takes():
+    chip, tpu = H100.chip, parse_target("tpu-v5e:4x4")
+    assert seconds_to_send(H100, 10**9) == 1e9 / chip.link
+    assert seconds_to_send(H100, 10**9, 10**8) == max(1e9 / chip.link, 1e8 / chip.network)
+    assert seconds_to_send(H100, 10**9, 10**9) == 1e9 / chip.network
+    assert seconds_to_send(tpu, 10**9) == 1e9 / (2 * tpu.chip.link)  # both ways along an axis
+    assert seconds_to_send(H100, 10**9, 10**8, MEASURED) == 1e9 / MEASURED.link
 
 
-def test_only_groups_of_several_hosts_wait_for_the_network(monkeypatch):
-    """2 x 8: with replicas, arrays are gathered within a host and reduced over both."""
+def test_only_collectives_between_nodes_wait_for_the_network(monkeypatch):
+    """2 x 8: with replicas, arrays are gathered within a node and reduced over both."""
     monkeypatch.setattr(cost_model, "START", 1)
-    monkeypatch.setattr(cost_model, "START_OF_HOSTS", 1000)
+    monkeypatch.setattr(cost_model, "START_OF_NODES", 1000)
     found = {x.option.replica: x.cost.starts for x in advise(config_of(levels=("p_g_os",)))}
-    of_hosts, every = divmod(found[1], 1000)
-    assert 0 < of_hosts == every
-    of_hosts, every = divmod(found[2], 1000)
-    assert 0 < of_hosts < every
+    of_nodes, every = divmod(found[1], 1000)
+    assert 0 < of_nodes == every
+    of_nodes, every = divmod(found[2], 1000)
+    assert 0 < of_nodes < every
 
 
 def test_collectives_overlap_with_computation_and_memory_traffic():
     made = cost(
         H100,
-        group_of(16),
         flops={"bfloat16": 1e15, "float32": 1e14},
         traffic=10**12,
-        wire={"shard": 10**9, "update": 10**9},
+        wire=2e-3,
+        all_gather_params=1e-3,
         update=10**9,
         host=10**9,
     )
@@ -130,16 +122,16 @@ def test_the_break_even_of_p_g_os_is_independent_of_the_model():
     for psi in (1e9, 7e10):
         made = cost(
             H100,
-            group_of(16),
             flops={"bfloat16": 6 * psi * tokens},
             traffic=0,
-            wire={"shard": int(6 * psi)},  # three times two bytes each
+            wire=seconds_to_send(H100, int(6 * psi)),  # three times two bytes each
+            all_gather_params=0,
             update=0,
             host=0,
         )
         option = Option("p_g_os", 1, Choices(micro_batch_size=tokens))
         found = Verdict(option, 16, 1, 2, 0, made)
-        assert found.balance == pytest.approx(speed / bandwidths(H100, group_of(16))[0])
+        assert found.balance == pytest.approx(speed / H100.chip.link)
 
 
 def test_order():
@@ -297,19 +289,12 @@ def written(path, **changes):
 
 
 def test_measured_rates_replace_those_of_data_sheets():
-    args = (group_of(8), {"bfloat16": 6e14, "float32": 3e14}, 2 * 10**12)
-    wire = {"shard": 3 * 10**11, "update": 6 * 10**11}
-    made = cost(parse_target("h100:1x8"), *args, wire, 10**12, 0, 4, 0, MEASURED)
+    args = ({"bfloat16": 6e14, "float32": 3e14}, 2 * 10**12, 1.0, 2.0, 10**12, 0, 4, 0, MEASURED)
+    made = cost(parse_target("h100:1x8"), *args)
     assert made == Cost(2.0, 1.0, 1.0, 0.5, 2.0, 0.0, 2e-4)
-    on_cpu = cost(parse_target("cpu:8"), *args, wire, 10**12, 0, 4, 0, MEASURED)
+    on_cpu = cost(parse_target("cpu:8"), *args)
     assert made.step == pytest.approx(2 + 1 + 2e-4 + 0.5 + 2)  # the wire overlaps
     assert on_cpu.step == pytest.approx(2 + 1 + 1 + 2e-4 + 0.5 + 2)  # one thread does it all
-
-
-def test_a_group_that_straddles_hosts_uses_their_network():
-    chip = parse_target("h100:3x8").chip
-    assert bandwidths(parse_target("h100:3x8"), group_of(6))[0] < chip.link
-    assert bandwidths(parse_target("h100:3x8"), group_of(4))[0] == chip.link
 
 
 def test_a_calibration_makes_times_seconds(tmp_path, capsys):

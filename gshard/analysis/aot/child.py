@@ -36,13 +36,16 @@ from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten
 from gshard._util.version import versions
 from gshard.analysis.aot.target import Target, parse_target
-from gshard.analysis.audit import collective_rows, compiled_memory, sum_known
-from gshard.analysis.hlo import read_program
+from gshard.analysis.audit import collective_rows, compiled_memory
+from gshard.analysis.audit_report import sum_known
+from gshard.analysis.hlo import Collective, read_program
 from gshard.analysis.hlo.parser import read_module
 from gshard.analysis.setup import Choices, batch_of, load_setup, sharded_setup, step_of
 from gshard.sharding.mesh import make_mesh
+from gshard.sharding.nodes import Nodes, nodes_of
 
 Say = Callable[[str], None]
+_FORMAT = 2  # of the results that are kept: those of another one are not read
 _TOO_LARGE = re.compile(
     r"\((?P<needs>[\d.]+[KMGT]?)\) exceeds available HBM|memory space hbm\. Used (?P<used>\S+) of"
 )
@@ -161,23 +164,26 @@ def _is_indirect(what: str) -> bool:
     return what.endswith("/while") or not ("/" in what or "[" in what)
 
 
-def wire_traffic(text: str) -> dict[str, dict[str, int | None]]:
+def wire_traffic(text: str | None, nodes: Nodes) -> dict[str, dict[str, int | None]]:
     """Bytes that one device sends in one step by the ring algorithms, by kind of collective.
 
-    `asynchronous_bytes` are those that overlap with computation. None for a kind with a collective
-    in a loop of unknown length.
+    `asynchronous_bytes` are those that overlap with computation, `network_bytes` those that go to
+    other nodes. None for a kind with a collective in a loop of unknown length. Without a program
+    nothing is known of any kind.
     """
-    found = [x for x in read_program(text).collectives if x.group_size > 1]
+    every = read_program(text).collectives if text else ()
+    found = [x for x in every if x.group_size > 1]
+    amounts: dict[str, Callable[[Collective], int | None]] = {
+        "wire_bytes": lambda x: x.wire_bytes,
+        "asynchronous_bytes": lambda x: x.wire_bytes if x.asynchronous else 0,
+        "network_bytes": lambda x: x.network_bytes(nodes),
+    }
     return {
         name: {
-            kind: sum_known(
-                x.wire_bytes if x.asynchronous or name == "wire_bytes" else 0
-                for x in found
-                if x.kind == kind
-            )
+            kind: sum_known(amount(x) for x in found if x.kind == kind)
             for kind in dict.fromkeys(x.kind for x in found)
         }
-        for name in ("wire_bytes", "asynchronous_bytes")
+        for name, amount in amounts.items()
     }
 
 
@@ -207,16 +213,19 @@ def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
         say("reading the program")
         buffers = read_dumped_memory(Path(folder), target.platform, paths)
     text = compiled.as_text() if compiled else buffers and buffers.text
+    nodes = nodes_of(mesh, target.devices_per_node)
+    rows = collective_rows(text, mesh, nodes) if text else ()
     found = {
         "target": target.text,
         "devices": target.devices,
+        "nodes": nodes.count,
         "mesh": dict(mesh.shape),
         "level": request["level"],
         "versions": versions(),
         "lowering_seconds": round(lowering, 1),
         "compile_seconds": round(compiling, 1),
-        "collectives": [dataclasses.asdict(x) for x in collective_rows(text, mesh)] if text else [],
-        **(wire_traffic(text) if text else {"wire_bytes": {}, "asynchronous_bytes": {}}),
+        "collectives": list(map(dataclasses.asdict, rows)),
+        **wire_traffic(text, nodes),
         **_memory(target, compiled, buffers, said),
     }
     if known is not None:
@@ -233,7 +242,7 @@ def _cached(lowered: jax.stages.Lowered, target: Target, paths: Mapping[str, str
     The names of operations are part of the result: they say what the largest buffers are.
     """
     names = _NAMED.findall(lowered.as_text(debug_info=True))
-    of = (lowered.as_text(), names, target.text, target.chip.usable, paths, versions(),
+    of = (_FORMAT, lowered.as_text(), names, target.text, target.chip.usable, paths, versions(),
           os.environ.get("XLA_FLAGS"))  # fmt: skip
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -28,7 +28,7 @@ from rich.text import Text
 from gshard._util.errors import GShardError
 from gshard._util.text import bytes_of, text_of, text_table
 from gshard.analysis.aot.target import Target, parse_target
-from gshard.analysis.audit import sum_known
+from gshard.analysis.audit_report import sum_known
 from gshard.analysis.forecast_report import Forecast
 from gshard.distributed.launch.guardian import Guardian, kill_group, kill_rest
 
@@ -51,9 +51,9 @@ def compile_for(
 
     Returns:
       `fits` (None for a CPU); `needs` and `has`, bytes of one device; `largest`, the buffers that
-      are alive at the peak; `memory` and `collectives` as in `gshard.audit`; `wire_bytes` and
-      `asynchronous_bytes` by kind; and more. A step that is too large is a result, not an error.
-      `cached` if the result is that of an earlier call for the same program.
+      are alive at the peak; `memory`, `collectives` and `nodes` as in `gshard.audit`; `wire_bytes`,
+      `asynchronous_bytes` and `network_bytes` by kind; and more. A step that is too large is a
+      result, not an error. `cached` if the result is that of an earlier call for the same program.
 
     Raises:
       GShardError: the step does not compile; one line says why.
@@ -259,22 +259,25 @@ def _memory_table(target: str, forecast: Forecast, found: Mapping[str, Mapping[s
 
 
 def _wire_table(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    nodes = max(of["nodes"] for of in found.values())
+    between = (f"between {nodes} nodes",) if nodes > 1 else ()
     made = text_table(
         "Sent by one device in one step, as compiled",
         ("level",),
-        (*_KINDS, "others", "in all", "overlapped", "collectives"),
+        (*_KINDS, "others", "in all", *between, "overlapped", "collectives"),
     )
     for name, of in found.items():
         wire = of["wire_bytes"]
         others = sum_known(wire[kind] for kind in wire if kind not in _KINDS)
         in_all, overlapped = sum_known(wire.values()), sum_known(of["asynchronous_bytes"].values())
+        network = (sum_known(of["network_bytes"].values()),) if between else ()
         share = "-" if in_all == 0 else "?"
         if overlapped is not None and in_all:
             share = f"{overlapped / in_all:.0%}"
         made.add_row(
             name,
             *("?" if count is None else bytes_of(count)
-              for count in (*(wire.get(kind, 0) for kind in _KINDS), others, in_all)),
+              for count in (*(wire.get(kind, 0) for kind in _KINDS), others, in_all, *network)),
             share,
             str(sum(row["count"] for row in of["collectives"])),
         )  # fmt: skip

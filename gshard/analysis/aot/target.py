@@ -75,6 +75,11 @@ class Target:
         return self.devices
 
     @property
+    def devices_per_node(self) -> int:
+        """How many of them NVLink joins, or the interconnect of a slice."""
+        return self.devices_per_host if self.platform == "gpu" else self.devices
+
+    @property
     def hosts(self) -> int:
         """How many computers its devices are attached to."""
         return self.devices // self.devices_per_host

@@ -229,14 +229,20 @@ def read_groups(instruction: Instruction) -> Groups | None:
     """
     text = instruction.attribute_text
     if instruction.opcode.startswith("collective-permute"):
-        pairs = _PAIRS.search(text)
-        return _linked(_read_lists(pairs[1])) if pairs else None
+        pairs = read_pairs(instruction)
+        return _linked(pairs) if pairs else None
     if mesh := _MESH.search(text):
         return _mesh_groups(*mesh.groups())
     if iota := _IOTA.search(text):
         return _rows(_iota(iota[1]))
     explicit = _EXPLICIT.search(text)
     return _read_lists(explicit[1]) or None if explicit else None
+
+
+def read_pairs(instruction: Instruction) -> Groups | None:
+    """Returns source and target of each transfer of a collective-permute; None of anything else."""
+    pairs = _PAIRS.search(instruction.attribute_text)
+    return _read_lists(pairs[1]) if pairs else None
 
 
 def _read_lists(text: str) -> Groups:

@@ -16,9 +16,11 @@ from gshard.analysis.hlo.parser import (
     read_arrays,
     read_groups,
     read_module,
+    read_pairs,
     split_top_level,
 )
 from gshard.analysis.hlo.trip_count import Frame, trip_count
+from gshard.sharding.nodes import Nodes
 
 KINDS = (
     "all-gather",
@@ -43,6 +45,7 @@ class Collective:
       times: executions per run of the program; None if it is in a loop of unknown length.
       groups: logical device ids that communicate together; None for all devices, and for a `send`,
         whose text names only slices.
+      pairs: of a permute, which device sends to which; None for anything else.
       asynchronous: whether it is started and awaited separately, so that computation can overlap.
       conditional: whether it is in a branch that not every run takes. Of the branches of a
         conditional, only the one that transfers most is in the program.
@@ -55,6 +58,7 @@ class Collective:
     operands: tuple[Array, ...]
     times: int | None
     groups: Groups | None
+    pairs: Groups | None
     group_size: int
     asynchronous: bool
     conditional: bool
@@ -110,6 +114,13 @@ class Collective:
             return self.times * self.payload_bytes
         hops = 2 if self.kind == "all-reduce" else 1
         return self.times * hops * self.payload_bytes * (self.group_size - 1) // self.group_size
+
+    def network_bytes(self, nodes: Nodes) -> int | None:
+        """How many bytes a device sends to other nodes per run: the mean over a node's devices."""
+        if self.times is None:
+            return None
+        share = nodes.network_share(self.kind, self.pairs or self.groups)
+        return int(self.times * self.payload_bytes * share)
 
 
 def _last_group(op_name: str) -> int | None:
@@ -235,6 +246,7 @@ class _Reader:
             operands=tuple(a for x in inputs for a in read_arrays(computation.by_name[x].shape)),
             times=context.times,
             groups=groups,
+            pairs=read_pairs(instruction),
             group_size=2 if kind == "send" else group_size,
             asynchronous=context.asynchronous or started or (in_pair and overlaps),
             conditional=context.conditional,

@@ -35,7 +35,7 @@ _PARTS = {  # of a level's forecast: its name on the page, and its colour
 _FAR = 20  # a limit so many times the longest bar would leave nothing of it to see
 _LISTED = 40  # leaves; the rest is one row
 _COLLECTIVES = ("kind", "axes", "dtype", "purpose", "count", "asynchronous", "times",
-                "payload_bytes", "wire_bytes")  # fmt: skip
+                "payload_bytes", "wire_bytes", "network_bytes")  # fmt: skip
 _RANKED = "Ways to train, the best first (estimates, meant for ranking)"
 
 Compiled = Mapping[str, Mapping[str, Any]]  # results of `compile_for`, or of `audit`, by level
@@ -156,10 +156,14 @@ def _wire(found: Forecast) -> Markup:
     traced = all(level.peak is not None for level in found.levels.values())
     sent = "sent" if traced else "sent at most"
     rows = {name: {sent: level.wire} for name, level in found.levels.items()}
-    lines = [[name, amount(x.wire)] for name, x in found.levels.items()]
+    heads, lines = ["level", sent], [[name, amount(x.wire)] for name, x in found.levels.items()]
+    if found.nodes > 1:
+        heads.append(f"between {found.nodes} nodes")
+        for line, level in zip(lines, found.levels.values(), strict=True):
+            line.append(amount(level.network))
     return joined([
         el("figure", bars(rows, {}, None, {sent: "#999999"})),
-        html_table("The same in numbers", ["level", sent], lines),
+        html_table("The same in numbers", heads, lines),
     ])  # fmt: skip
 
 

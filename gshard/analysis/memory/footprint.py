@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from gshard.analysis.memory.program import (
     Op,
     TracedProgram,
 )
+from gshard.sharding.nodes import Nodes, nodes_of
 from gshard.sharding.plan import Plan
 from gshard.train.train_step import TrainStep
 
@@ -39,6 +41,8 @@ _PARTS = ("dynamic_slice", "slice", "gather", *RESHAPED)  # read only what they 
 class Exchange:
     """The collectives of one kind, dtype and group size in a step, on one device.
 
+    Those of one row send the same share of what they send to other nodes.
+
     Attributes:
       kind: HLO's name, such as `reduce-scatter`.
       dtype: the dtype in which the compiler transfers the data.
@@ -48,6 +52,7 @@ class Exchange:
       elements: outputs of all-gathers, inputs of everything else, as `gshard.audit` counts.
       payload_bytes: the elements in bytes.
       wire_bytes: bytes that the device sends, by the ring algorithms.
+      network_bytes: how many of these go to other nodes: the mean over the devices of a node.
     """
 
     kind: str
@@ -58,6 +63,7 @@ class Exchange:
     elements: int
     payload_bytes: int
     wire_bytes: int
+    network_bytes: int
 
 
 def traffic_of(program: TracedProgram, platform: str) -> int:
@@ -92,33 +98,33 @@ def traffic_of(program: TracedProgram, platform: str) -> int:
     return found
 
 
-def exchanges_of(
-    program: TracedProgram, mesh: Mapping[str, int], wide: bool
-) -> tuple[Exchange, ...]:
+def exchanges_of(program: TracedProgram, nodes: Nodes, wide: bool) -> tuple[Exchange, ...]:
     """Returns the collectives that a program contains, over more than one device.
 
     Args:
       program: of one device.
-      mesh: sizes of the axes by name.
+      nodes: those of its mesh.
       wide: whether the compiler transfers 16-bit values as float32.
     """
-    rows: dict[tuple[str, str, int, bool], list[int]] = defaultdict(lambda: [0, 0, 0])
+    rows: dict[tuple[str, str, int, bool, Fraction], list[int]] = defaultdict(lambda: [0, 0, 0])
     for op, where, times in _collectives(program, 1):
-        kind, group = COLLECTIVES[op.name], _group_size(op, mesh)
+        kind, (group, share) = COLLECTIVES[op.name], _group_of(op, nodes)
         for i in op.outs if kind == "all-gather" else op.ins:
             if group == 1 or i == FREE:
                 continue
             value = where.values[i]
             narrow = wide and str(value.dtype) in ("bfloat16", "float16")
             dtype, width = ("float32", 4) if narrow else (str(value.dtype), value.dtype.itemsize)
-            row = rows[kind, dtype, group, value.size == 1]
+            row = rows[kind, dtype, group, value.size == 1, share]
             row[0] += times
             row[1] += times * value.size
             row[2] += times * value.size * width
-    return tuple(
-        Exchange(*key, count, elements, payload, _wire(key[0], key[2], payload))
-        for key, (count, elements, payload) in sorted(rows.items(), key=lambda row: -row[1][2])
-    )
+    found = []
+    for key, (count, elements, payload) in sorted(rows.items(), key=lambda row: -row[1][2]):
+        kind, dtype, group, scalar, share = key
+        wire, network = _wire(kind, group, payload), int(share * payload)
+        found.append(Exchange(kind, dtype, group, scalar, count, elements, payload, wire, network))
+    return tuple(found)
 
 
 def _collectives(program: TracedProgram, times: int) -> Iterator[tuple[Op, TracedProgram, int]]:
@@ -131,12 +137,18 @@ def _collectives(program: TracedProgram, times: int) -> Iterator[tuple[Op, Trace
             yield from _collectives(body, times * op.trips)
 
 
-def _group_size(op: Op, mesh: Mapping[str, int]) -> int:
-    groups: Any = op.params.get("axis_index_groups")
-    if groups is not None:
-        return len(groups[0])
+def _group_of(op: Op, nodes: Nodes) -> tuple[int, Fraction]:
+    """Returns the size of a collective's groups, and the share of its payload between nodes."""
     names = op.params.get("axes", op.params.get("axis_name"))
-    return math.prod(mesh[name] for name in ((names,) if isinstance(names, str) else names))
+    names = (names,) if isinstance(names, str) else tuple(names)
+    parts: Any = op.params.get("axis_index_groups")
+    sizes = dict(nodes.axes)
+    group = math.prod(sizes[name] for name in names) if parts is None else len(parts[0])
+    if op.name == "ppermute":
+        parts = op.params["perm"]
+    if parts is not None:
+        parts = tuple(map(tuple, parts))
+    return group, nodes.network_share_over(COLLECTIVES[op.name], names, parts)
 
 
 def _wire(kind: str, group: int, payload: int) -> int:
@@ -195,6 +207,11 @@ class Footprint:
         """Bytes that the device sends in the collectives, without scalars such as the loss."""
         return sum(row.wire_bytes for row in self.collectives if not row.scalar)
 
+    @property
+    def network_bytes(self) -> int:
+        """How many of these bytes go to other nodes."""
+        return sum(row.network_bytes for row in self.collectives if not row.scalar)
+
 
 def trace_step(step: TrainStep, state: Any, batch: Any) -> jax.stages.Traced:
     """Traces a step for a state and a batch, concrete or abstract.
@@ -204,13 +221,16 @@ def trace_step(step: TrainStep, state: Any, batch: Any) -> jax.stages.Traced:
     return step.trace(*step.arguments(state, batch))
 
 
-def footprint(traced: jax.stages.Traced, plan: Plan, platform: str) -> Footprint:
+def footprint(
+    traced: jax.stages.Traced, plan: Plan, platform: str, devices_per_node: int | None = None
+) -> Footprint:
     """Estimates what one device needs for a step.
 
     Args:
       traced: the result of `trace_step`.
       plan: the plan of the step.
       platform: `cpu`, `gpu` or `tpu`, whose compiler is modelled; a TPU is taken for a GPU.
+      devices_per_node: as in `gshard.budget`.
 
     Raises:
       GShardError: for another platform.
@@ -228,7 +248,7 @@ def footprint(traced: jax.stages.Traced, plan: Plan, platform: str) -> Footprint
         tuple(_buffer(*row) for row in rows),
         flops_of(program),
         traffic_of(program, platform),
-        exchanges_of(program, plan.mesh.shape, wide=platform == "cpu"),
+        exchanges_of(program, nodes_of(plan.mesh, devices_per_node), wide=platform == "cpu"),
     )
 
 

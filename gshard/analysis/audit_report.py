@@ -1,0 +1,242 @@
+"""An audit: what a compiled step communicates and keeps in memory, next to its budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from gshard._util.errors import GShardError
+from gshard._util.html import html_of
+from gshard._util.text import bytes_of, text_of, text_table
+from gshard.sharding.budget import Budget, Traffic
+from gshard.train.global_loss.transfers import Transfer, transfers_table
+
+_NO_BUDGET = ("optimizer", "agree", "user", "loss")  # what an optimizer or a loss asks for itself
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """Collectives of one kind over the same mesh axes, of one dtype and for one purpose.
+
+    Attributes:
+      kind: such as `reduce-scatter`.
+      axes: mesh axes that communicate; None if no set of axes has these groups of devices.
+      dtype: XLA's name. XLA:CPU communicates bf16 as f32.
+      purpose: what it is for. gshard's own: `gather` (parameters), `scatter` and `reduce`
+        (gradients), `update` (all-gather of the updated parameters), `non_trainable` (all-gather of
+        what is not trained), `agree` (state that the loss returns, fp8 statistics), `loss` (what a
+        loss needs of other devices' examples) and `scalar`.
+        Others': `user` (the user's own function, such as a synchronised BatchNorm), `optimizer`
+        (norms, factored moments and matrix products of the user's optimizer) and `compiler` (what
+        else XLA inserted).
+      scalar: whether all operands have one element, or are a few scalars in one vector.
+      count: number of collectives in the program's text.
+      asynchronous: how many of these overlap with computation.
+      conditional: whether some are in a branch that not every run takes.
+      times: executions per run. None if the length of a loop is unknown; then the amounts are
+        None, too.
+      elements: payload per device and run: outputs of all-gathers, inputs of all others.
+      payload_bytes: the payload in bytes.
+      wire_bytes: bytes that one device sends per run, by the ring algorithms.
+      network_bytes: how many of these go to other nodes: the mean over the devices of a node.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    dtype: str
+    purpose: str
+    scalar: bool
+    count: int
+    asynchronous: int
+    conditional: bool
+    times: int | None
+    elements: int | None
+    payload_bytes: int | None
+    wire_bytes: int | None
+    network_bytes: int | None = 0
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The communication and memory of a compiled program; print it for a report.
+
+    Attributes:
+      collectives: one row for each kind, axes, dtype and purpose, with scalars in separate rows.
+      memory: bytes on one device by use: `argument`, `output`, `alias` (outputs in the memory of
+        donated arguments), `temp`, `peak`, and `host_*`. Uses that the backend does not report are
+        missing.
+      budget: the budget of the step's plan; None if the audited function has none.
+      loss_transfers: what the loss needs of other devices' examples, with the user's lines, as
+        `step.loss_transfers`.
+      nodes: number of nodes, whose devices share fast links (NVLink, or those of a TPU slice).
+
+    Example:
+      >>> state, plan = gshard.shard_train_state(
+      ...     (params, tx), gshard.make_mesh(), "zero1", min_shard_size=0
+      ... )
+      >>> found = gshard.audit(gshard.make_train_step(loss_fn, plan), state, batch)
+      >>> found.elements("all-gather") == found.budget.elements("all-gather") == 64 * 32 + 32
+      True
+      >>> found.exceeded  # nothing is over budget
+      ()
+    """
+
+    collectives: tuple[CollectiveRow, ...]
+    memory: dict[str, int]
+    budget: Budget | None
+    loss_transfers: tuple[Transfer, ...] = ()
+    nodes: int = 1
+
+    def elements(self, kind: str, scalars: bool = False) -> int:
+        """Elements that collectives of one kind communicate, per device and run.
+
+        Args:
+          kind: such as `all-gather`.
+          scalars: whether to count losses, norms and other scalars.
+
+        Raises:
+          GShardError: one of them is in a loop whose length is unknown.
+        """
+        rows = (r for r in self.collectives if r.kind == kind and (scalars or not r.scalar))
+        return sum(_known(row, row.elements) for row in rows)
+
+    def wire_bytes(self, kind: str | None = None) -> int:
+        """Bytes that one device sends in one run, in collectives of one kind or of all kinds.
+
+        Raises:
+          GShardError: one of them is in a loop whose length is unknown.
+        """
+        rows = (row for row in self.collectives if kind in (None, row.kind))
+        return sum(_known(row, row.wire_bytes) for row in rows)
+
+    def network_bytes(self, kind: str | None = None) -> int:
+        """Bytes that one device sends to other nodes in one run: the mean over a node's devices.
+
+        Raises:
+          GShardError: a collective is in a loop whose length is unknown.
+        """
+        rows = (row for row in self.collectives if kind in (None, row.kind))
+        return sum(_known(row, row.network_bytes) for row in rows)
+
+    @property
+    def exceeded(self) -> tuple[str, ...]:
+        """Readable messages of what is over budget; empty if nothing is, or without a budget."""
+        return () if self.budget is None else tuple(_over_budget(self.budget, self.collectives))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The whole audit as dicts, tuples, strings and numbers, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return text_of(_report(self))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the same as `print(audit)`."""
+        return html_of(_report(self))
+
+
+def sum_known(amounts: Iterable[int | None]) -> int | None:
+    """Returns the sum, or None if one of the amounts is unknown."""
+    total = 0
+    for amount in amounts:
+        if amount is None:
+            return None
+        total += amount
+    return total
+
+
+def _known(row: CollectiveRow, amount: int | None) -> int:
+    if amount is None:
+        raise GShardError(
+            f"{row.kind} ({row.purpose}) runs in a loop whose length is not constant, so what it "
+            "communicates is unknown; audit the loop's body, or give the loop a constant length "
+            "(lax.scan, lax.fori_loop)"
+        )
+    return amount
+
+
+def _compared(
+    budget: Budget, rows: Iterable[CollectiveRow]
+) -> Iterator[tuple[tuple[str, str], list[Traffic], int | None]]:
+    """Yields (kind, purpose), its traffic in the budget, and the elements found; no scalars."""
+    rows = [row for row in rows if not row.scalar]
+    for key in dict.fromkeys((x.kind, x.purpose) for x in (*budget.communicated, *rows)):
+        traffic = [x for x in budget.communicated if (x.kind, x.purpose) == key]
+        yield key, traffic, sum_known(x.elements for x in rows if (x.kind, x.purpose) == key)
+
+
+def _over_budget(budget: Budget, rows: Iterable[CollectiveRow]) -> Iterator[str]:
+    """Yields a message for each kind of collective that transfers more than its budget.
+
+    Scalars have no budget, and neither has what an optimizer or a loss asks for itself. Collectives
+    that the compiler inserted have a budget of 0.
+    """
+    for (kind, purpose), traffic, amount in _compared(budget, rows):
+        bound = sum(x.elements for x in traffic)
+        if purpose not in _NO_BUDGET and (amount is None or amount > bound):
+            many = "an unknown number" if amount is None else f"{amount:,}"
+            yield f"{kind} for {purpose}: the budget is {bound:,} elements, found {many}"
+
+
+def _report(found: Audit) -> list[Table]:
+    """Returns tables of the collectives, the budget and findings, and one device's memory."""
+    parts = [_collectives_table(found.collectives, found.nodes)]
+    if found.budget is not None:
+        parts.append(_budget_table(found.budget, found.collectives))
+    if found.loss_transfers:
+        parts.append(transfers_table(found.loss_transfers))
+    return [*parts, _memory_table(found)]
+
+
+def _collectives_table(rows: Iterable[CollectiveRow], nodes: int) -> Table:
+    several = nodes > 1
+    table = text_table(
+        f"Collectives, per device and run{f', over {nodes} nodes' if several else ''}",
+        ("kind", "axes", "dtype", "for"),
+        ("count", "async", "times", "elements", "payload", "wire", *(("between nodes",) * several)),
+    )
+    for row in rows:
+        sizes = (row.payload_bytes, row.wire_bytes, *((row.network_bytes,) * several))
+        table.add_row(
+            row.kind,
+            "?" if row.axes is None else ",".join(row.axes),
+            row.dtype,
+            row.purpose + (" (scalar)" if row.scalar and row.purpose != "scalar" else ""),
+            f"{row.count:,}",
+            f"{row.asynchronous:,}",
+            ("<= " if row.conditional else "") + _number(row.times),
+            _number(row.elements),
+            *("?" if n is None else bytes_of(n) for n in sizes),
+        )
+    return table
+
+
+def _budget_table(budget: Budget, rows: Iterable[CollectiveRow]) -> Table:
+    table = text_table(
+        "Elements communicated: budget and found", ("kind", "for"), ("budget", "found")
+    )
+    for key, traffic, amount in _compared(budget, rows):
+        mark = "<= " if any(x.at_most for x in traffic) else ""
+        bound = f"{mark}{sum(x.elements for x in traffic):,}" if traffic else "-"
+        table.add_row(*key, bound, _number(amount))
+    return table
+
+
+def _memory_table(found: Audit) -> Table:
+    amounts: dict[str, int] = {}
+    if found.budget is not None:
+        amounts |= {f"budget: {name}": n for name, n in found.budget.resident.items()}
+        amounts |= {f"budget: {name} on host": n for name, n in found.budget.host.items() if n}
+    for name, n in found.memory.items():
+        if n or not name.startswith("host_"):
+            amounts[name.replace("_", " ")] = n
+    rows = [(name, f"{n:,}", bytes_of(n)) for name, n in amounts.items()]
+    return text_table("Memory of one device", ("use",), ("bytes", "size"), rows)
+
+
+def _number(amount: int | None) -> str:
+    return "?" if amount is None else f"{amount:,}"

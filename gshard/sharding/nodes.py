@@ -1,0 +1,134 @@
+"""Nodes: devices that share fast links, and what collectives send over the network between nodes.
+
+A node is a host, whose GPUs NVLink joins (or several hosts, if it joins them), or a TPU slice. A
+ring over several nodes visits the devices of a node one after another, so it leaves each node once,
+and its data is split over the network cards of the node: NCCL has a ring for each card. In an
+all-to-all every device sends to every other one.
+
+Source: ZeRO++ (Wang et al., 2023), section 4.3: what an all-to-all over all devices sends between
+nodes, next to a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from gshard._util.errors import GShardError
+from gshard._util.validation import check_integer
+
+PERMUTE = "collective-permute"
+_ONCE = ("collective-broadcast", PERMUTE, "send")  # send the payload as often as there are links
+_TO_EACH = ("all-to-all", "ragged-all-to-all")
+
+
+@dataclass(frozen=True, eq=False)
+class Nodes:
+    """The nodes of a mesh.
+
+    Attributes:
+      axes: names and sizes of the axes of the mesh.
+      of_device: the number of each device's node, in the flat order of the mesh.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    of_device: tuple[int, ...]
+
+    @functools.cached_property
+    def count(self) -> int:
+        """How many nodes there are."""
+        return len(set(self.of_device))
+
+    def network_share(self, kind: str, groups: Iterable[Sequence[int]] | None) -> Fraction:
+        """Returns what a device sends to other nodes for every byte of a collective's payload.
+
+        It is the mean over the devices of the node that sends most.
+
+        Args:
+          kind: HLO's name, such as `all-gather`.
+          groups: the devices that communicate together, by their position in the mesh; all of them
+            in one group if None. Of a permute the pairs of source and target.
+        """
+        if self.count == 1:
+            return Fraction(0)
+        if kind == "send":  # between slices
+            return Fraction(1)
+        every = [range(len(self.of_device))] if groups is None else groups
+        by_size: dict[int, list[Sequence[int]]] = {}
+        for group in every:
+            by_size.setdefault(len(group), []).append(group)
+        nodes, devices = np.unique(self.of_device, return_inverse=True)
+        sent = [Fraction(0)] * len(nodes)
+        for size, rows in by_size.items():
+            for node, count in enumerate(_links(kind, devices[np.asarray(rows)], len(nodes))):
+                sent[node] += int(count) * _factor(kind, size)
+        sizes = np.bincount(devices).tolist()
+        return max(x / size for x, size in zip(sent, sizes, strict=True))
+
+    @functools.cache  # noqa: B019 (few plans have several nodes, and few kinds and axes)
+    def network_share_over(
+        self, kind: str, axes: tuple[str, ...], parts: tuple[tuple[int, ...], ...] | None = None
+    ) -> Fraction:
+        """`network_share` of a collective over some axes; `parts` are groups of their indices."""
+        if self.count == 1:
+            return Fraction(0)
+        names, sizes = zip(*self.axes, strict=True)
+        ids = np.arange(len(self.of_device)).reshape(sizes)
+        ids = np.moveaxis(ids, [names.index(a) for a in axes], range(-len(axes), 0))
+        rows = ids.reshape(-1, int(np.prod([dict(self.axes)[a] for a in axes])))
+        if parts is not None:
+            rows = rows[:, np.array(parts)].reshape(-1, len(parts[0]))
+        return self.network_share(kind, rows)
+
+
+def _links(kind: str, nodes: np.ndarray, count: int) -> np.ndarray:
+    """Counts the links on which each node sends to others; every row is the nodes of a group."""
+    if kind == PERMUTE:
+        source, target = nodes.T
+        return np.bincount(source[source != target], minlength=count)
+    groups, size = nodes.shape
+    found, members = np.unique(np.arange(groups)[:, None] * count + nodes, return_counts=True)
+    links = members * (size - members) if kind in _TO_EACH else (members < size).astype(int)
+    return np.bincount(found % count, weights=links, minlength=count)
+
+
+def _factor(kind: str, size: int) -> Fraction:
+    """The share of the payload that goes over one link, in a group of so many devices."""
+    if kind in _ONCE:
+        return Fraction(1)
+    if kind in _TO_EACH:
+        return Fraction(1, size)
+    return Fraction((2 if kind == "all-reduce" else 1) * (size - 1), size)
+
+
+def nodes_of(mesh: Mesh | AbstractMesh, devices_per_node: int | None = None) -> Nodes:
+    """Returns the nodes of a mesh.
+
+    By default JAX says which devices share links. Virtual CPU devices, and a mesh without devices,
+    are one node; `devices_per_node` neighbours in the mesh are one if it is given.
+
+    Raises:
+      GShardError: `devices_per_node` does not divide the devices.
+    """
+    axes = tuple(zip(map(str, mesh.axis_names), mesh.axis_sizes, strict=True))
+    if devices_per_node is None:
+        devices = mesh.devices.flat if isinstance(mesh, Mesh) else [None] * mesh.size
+        return Nodes(axes, tuple(map(node_of, devices)))
+    n = check_integer("devices_per_node", devices_per_node, 1)
+    if n < mesh.size and mesh.size % n:
+        raise GShardError(
+            f"devices_per_node={n} does not divide the {mesh.size} devices of the mesh. Give the "
+            "number of devices that share fast links, such as the 8 GPUs of a host."
+        )
+    return Nodes(axes, tuple(i // n for i in range(mesh.size)))
+
+
+def node_of(device: jax.Device | None) -> int:  # pyright: ignore[reportInvalidTypeForm]
+    """Returns the number of a device's node: JAX's `slice_index` (GPUs and TPUs), else 0."""
+    return getattr(device, "slice_index", None) or 0
