@@ -33,9 +33,9 @@ from gshard.analysis.setup import (
 )
 from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.level import LEVELS, parse_levels
-from gshard.sharding.mesh import REPLICA, SHARD
 from gshard.sharding.nodes import nodes_of
 from gshard.sharding.plan import Plan
+from gshard.sharding.topology import REPLICA, SHARD
 
 
 def forecast(

@@ -20,9 +20,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from gshard._util.activity import doing
 from gshard._util.errors import GShardError, did_you_mean, warn
 from gshard._util.validation import check_integer, dimension, names_of, shown
-
-REPLICA = "replica"
-SHARD = "shard"
+from gshard.sharding.topology import (
+    REPLICA,
+    SHARD,
+    SHARD_AXES,
+    arrange,
+    by_node,
+    crosses_nodes,
+)
 
 
 def make_mesh(
@@ -37,14 +42,16 @@ def make_mesh(
     Args:
       shape: sizes of the shard axes by name, major to minor, such as `{"a": 2, "b": 4}`. By default
         there is one axis, `"shard"`, over all devices that `replica` and `extra` leave. On a TPU
-        torus without these two there is one axis per dimension: `"shard_x"`, `"shard_y"`, ...
+        torus there is one axis per dimension: `"shard_x"`, `"shard_y"`, ..., and `"shard_slice"`
+        over several slices.
       replica: number of replicas of the sharded state (hybrid sharding). A `"replica"` axis of this
         size comes first: state is sharded within a replica, and gradients are summed over replicas.
+        Replicas are on different nodes (hosts of GPUs, TPU slices) if there are enough.
       extra: sizes of your own model-parallel axes by name, such as `{"model": 2}` for tensor
         parallelism, next to one shard axis. They come last, so that their devices are adjacent.
         gshard shards nothing over them.
-      devices: the devices in mesh order. By default all of `jax.devices()`; the devices of a TPU
-        torus are ordered by their coordinates.
+      devices: the devices in mesh order. By default all of `jax.devices()`, those of one node next
+        to each other. The devices of a TPU torus are ordered by their coordinates.
 
     Returns:
       A `jax.sharding.Mesh` whose axes all have the type `Auto`.
@@ -59,12 +66,12 @@ def make_mesh(
       ('shard', 'model')
     """
     with doing("make_mesh, for the devices of the other processes", waits=True):
-        given = list(jax.devices()) if devices is None else devices_of("devices", devices)
+        given = by_node(jax.devices()) if devices is None else devices_of("devices", devices)
     count = len(given)
     replica = check_integer("replica", replica, 1)
     own = _axis_sizes("extra", extra, "extra={'model': 2}") if extra else {}
-    if shape is None and replica == 1 and not own and (torus := torus_of(given)) is not None:
-        return _mesh(torus, [f"{SHARD}_{name}" for name in "xyz"[: torus.ndim]])
+    if shape is None and (found := arrange(given, replica, own)) is not None:
+        return _mesh(*found)
     if shape is None:
         needed = replica * math.prod(own.values())
         if count % needed:
@@ -212,6 +219,7 @@ class Group:
       sizes: devices along each shard axis.
       replicas: number of shard groups; each holds a full copy of the state.
       model_axes: names and sizes of the user's model-parallel axes, such as tensor parallelism.
+      across_nodes: how many of the shard axes, the last ones, are across nodes if others are not.
       platform: platform of the devices, `"cpu"`, `"gpu"` or `"tpu"`; empty for an abstract mesh.
     """
 
@@ -221,6 +229,7 @@ class Group:
     replicas: int
     model_axes: tuple[tuple[str, int], ...] = ()
     platform: str = ""
+    across_nodes: int = 0
 
     @property
     def size(self) -> int:
@@ -239,18 +248,23 @@ class Group:
 
     @property
     def hops(self) -> list[Hop]:
-        """The steps of an all-gather over the group, minor axis first."""
+        """The steps of an all-gather over the group, minor axis first.
+
+        So the smallest pieces go over the network, if the last axes are across nodes.
+        """
         pairs = zip(reversed(self.shard), reversed(self.sizes), strict=True)
         return [Hop(axis, size) for axis, size in pairs]
 
     def sub_group(self, n: int) -> tuple[list[Hop], list[Hop]]:
         """Returns the hops of an all-gather across sub-groups of `n` adjacent devices, and within.
 
+        Devices of one node are adjacent.
+
         Raises:
           GShardError: the group cannot be split into sub-groups of `n` devices.
         """
         across, within, rest = [], [], n
-        for hop in self.hops:
+        for hop in self.hops[self.across_nodes :] + self.hops[: self.across_nodes]:
             if rest == 1:
                 across.append(hop)
             elif rest % hop.size == 0:
@@ -272,7 +286,7 @@ class Group:
                 f"a shard group of {axes} devices cannot be split into sub-groups of {n}. Give a "
                 f"divisor of {last}{more}."
             )
-        return across, within
+        return sorted(across, key=lambda hop: -self.shard.index(hop.axis)), within
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
@@ -289,9 +303,9 @@ def data_group(
 ) -> Group:
     """Checks a mesh and assigns a role to each of its axes.
 
-    By default the axis named `"replica"` is the replica axis, and the one named `"shard"` the shard
-    axis; without one of that name all other axes are shard axes. The remaining axes are the user's
-    model-parallel axes.
+    By default the axis named `"replica"` is the replica axis, and those with the names of
+    `make_mesh` (`"shard"`, ...) are the shard axes, those across nodes last; without one of these
+    all other axes are shard axes. The remaining axes are the user's model-parallel axes.
     """
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise GShardError(f"mesh={shown(mesh)} is not a mesh. Make one with gshard.make_mesh().")
@@ -300,7 +314,12 @@ def data_group(
     if replica_axes is not None:
         replica = names_of("replica_axes", replica_axes)
     rest = tuple(n for n in names if n not in replica)
-    shard = (SHARD,) if SHARD in rest else rest
+    shard = tuple(n for n in rest if n in SHARD_AXES) or rest
+    across: tuple[str, ...] = ()
+    if isinstance(mesh, Mesh) and shard_axes is None:
+        across = tuple(n for n in shard if crosses_nodes(mesh.devices, names.index(n)))
+        across = across if len(across) < len(shard) else ()
+        shard = (*(n for n in shard if n not in across), *across)
     if shard_axes is not None:
         shard = names_of("shard_axes", shard_axes)
     for argument, axes in (("shard_axes", shard), ("replica_axes", replica)):
@@ -328,7 +347,7 @@ def data_group(
     replicas = math.prod(mesh.shape[a] for a in replica)
     user = tuple((n, mesh.shape[n]) for n in names if n not in shard + replica)
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) and mesh.size else ""
-    return Group(shard, replica, sizes, replicas, user, platform)
+    return Group(shard, replica, sizes, replicas, user, platform, len(across))
 
 
 def devices_of(argument: str, devices: Any, or_else: str = "") -> list[Any]:
@@ -342,30 +361,6 @@ def devices_of(argument: str, devices: Any, or_else: str = "") -> list[Any]:
     if len(set(given)) < len(given):
         raise GShardError(f"{argument}={shown(devices)} names a device twice.")
     return given
-
-
-def torus_of(devices: Sequence[Any]) -> np.ndarray | None:
-    """Arranges TPU devices in an array with one dimension per dimension of their torus.
-
-    On a large torus XLA turns a reduce-scatter over a single mesh axis into an all-reduce, and on a
-    3-D torus the all-gather too (seen in programs for v4, v5e, v5p and v6e).
-
-    Returns None if one ring over all devices is as good: on other platforms, for a part of a slice,
-    several slices, two devices per chip, a line, and slices of two rows.
-    """
-    if any(device.platform != "tpu" or device.core_on_chip for device in devices):
-        return None
-    if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
-        return None
-    coords = np.array([device.coords for device in devices])
-    coords -= coords.min(axis=0)
-    bounds = coords.max(axis=0) + 1
-    sizes = [size for size in bounds if size > 1]
-    if math.prod(bounds) != len(devices) or len(sizes) < 2 or (len(sizes) == 2 and min(sizes) == 2):
-        return None
-    torus = np.empty(bounds, dtype=object)
-    torus[tuple(coords.T)] = devices
-    return torus.reshape(sizes)
 
 
 def new_group(devices: Sequence[int]) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]

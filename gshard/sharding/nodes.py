@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import check_integer
+from gshard.sharding.topology import node_of
 
 PERMUTE = "collective-permute"
 _ONCE = ("collective-broadcast", PERMUTE, "send")  # send the payload as often as there are links
@@ -127,8 +127,3 @@ def nodes_of(mesh: Mesh | AbstractMesh, devices_per_node: int | None = None) -> 
             "number of devices that share fast links, such as the 8 GPUs of a host."
         )
     return Nodes(axes, tuple(i // n for i in range(mesh.size)))
-
-
-def node_of(device: jax.Device | None) -> int:  # pyright: ignore[reportInvalidTypeForm]
-    """Returns the number of a device's node: JAX's `slice_index` (GPUs and TPUs), else 0."""
-    return getattr(device, "slice_index", None) or 0

@@ -16,7 +16,8 @@ import pytest
 import gshard
 from gshard.analysis.hlo import read_program
 from gshard.cli.main import main
-from gshard.sharding.nodes import Nodes, node_of, nodes_of
+from gshard.sharding.nodes import Nodes, nodes_of
+from gshard.sharding.topology import node_of
 from tests.tiers import quick
 
 WIDTH = 32

@@ -49,11 +49,19 @@ def gather_across(shard: jax.Array, layout: Layout, n: int, purpose: str = "gath
 
 def gather_within(kept: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
     """Runs the second half of `gather`: from the result of `gather_across` to the full array."""
-    full = _over_hops(kept, layout, layout.group.sub_group(n)[1], purpose)
-    dim, size = layout.dim or 0, layout.shard_shape[layout.dim or 0]
-    # The shards are ordered by index in the sub-group, then by sub-group: swap the two.
-    shards = full.reshape(*full.shape[:dim], n, -1, size, *full.shape[dim + 1 :])
-    return layout.unpad(jnp.swapaxes(shards, dim, dim + 1).reshape(full.shape))
+    group, dim = layout.group, layout.dim or 0
+    across, within = group.sub_group(n)
+    full = _over_hops(kept, layout, within, purpose)
+    # What the last hop has gathered is major. The parts of an axis that both halves gather are
+    # ordered by sub-group, then within it.
+    major = [(group.shard.index(hop.axis), hop in within, hop.size) for hop in across + within]
+    major.reverse()
+    order = sorted(range(len(major)), key=lambda i: major[i][:2])
+    before, after = full.shape[:dim], full.shape[dim + 1 :]
+    parts = full.reshape(*before, *(size for *_, size in major), -1, *after)
+    last = range(dim + len(major), parts.ndim)
+    parts = parts.transpose(*range(dim), *(dim + i for i in order), *last)
+    return layout.unpad(parts.reshape(full.shape))
 
 
 def _over_hops(shard: jax.Array, layout: Layout, hops: Sequence[Hop], purpose: str) -> jax.Array:
