@@ -165,8 +165,8 @@ class Checkpointer:
         Each process copies and writes its local shards; nothing is gathered.
 
         Args:
-          step: the step's number, larger than those of existing steps. The step that was saved last
-            may be saved again with the same state; it is not written again.
+          step: the step's number, larger than those of existing steps. The step that was saved or
+            restored last may be saved again with the same state; it is not written again.
           state: what `shard_train_state` or a step returned, at any level; for NNX the
             `(model, optimizer)` pair.
           data_state: the position in the data, such as `loader.state_dict()`: JSON values or bytes,
@@ -341,6 +341,9 @@ class Checkpointer:
                 found = restore(tiers, asked, state, plan, cast)
             if self._local is not None:
                 self._local.forget(lambda own: own > found.step)
+            newest = max(steps_everywhere(self._store), default=None)
+            if found.step == newest and found.source == str(self._store):
+                self._writer.has_restored(newest, found.metadata, found.data_state)
             self._rhythm.start_again()
             forget_checks(plan)
             events.restored(found.step, time.monotonic() - began)

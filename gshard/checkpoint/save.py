@@ -14,6 +14,7 @@ import jax
 from gshard._util.errors import GShardError, some, warn
 from gshard.checkpoint.arrays import check_same_run
 from gshard.checkpoint.background_save import BackgroundSave
+from gshard.checkpoint.data_state import packed_data_state
 from gshard.checkpoint.orbax import differing_arrays
 from gshard.checkpoint.retention import RetentionPolicy
 from gshard.checkpoint.step_files import StoreError
@@ -257,6 +258,11 @@ class StepWriter:
             self.wait()
         finally:
             self.store.close()
+
+    def has_restored(self, step: int, metadata: Mapping[str, Any], data_state: Any) -> None:
+        """Learns what the newest step holds: it may be saved again, as if it were written last."""
+        self.last_step, self._metadata, self._arrays = step, metadata, {}
+        self._data = None if data_state is None else packed_data_state(data_state)
 
     def _draft(self, step: int) -> Draft:
         return self.store.draft(step, self._uncommitted)

@@ -21,7 +21,7 @@ import numpy as np
 
 from gshard._util.errors import GShardError, UnevenInputsError, some, warn
 from gshard._util.pytree import flatten
-from gshard.distributed.agree import check_same_call, exchange_texts
+from gshard.distributed.agree import by_value, check_same_call, exchange_texts
 from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.plan import Plan
 
@@ -83,7 +83,7 @@ def compare_batches(
     if len({x.form for x in found.values()}) > 1:
         given = _differing(exchange_texts(own.text, plan, change, full=True))
         raise GShardError(
-            f"the processes gave batches of different arrays; {given}. Every process must give the "
+            f"the processes gave batches of different arrays: {given}. Every process must give the "
             "same tree, with the same dtypes, shapes and scalars, and its own examples."
         )
     _compare_counts(found, positions)
@@ -108,7 +108,7 @@ def compare_loaders(state: Mapping[str, int], example: Sequence[str], plan: Plan
         )
     if differing:
         given = "; ".join(
-            f"{name}: {some((f'{x[name]} on process {r}' for r, x in found.items()), 8)}"
+            f"{name}: {by_value({rank: str(x[name]) for rank, x in found.items()})}"
             for name in differing
         )
         raise GShardError(
@@ -126,8 +126,7 @@ def _differing(texts: Mapping[int, str]) -> str:
     # The tree structure only helps if the arrays are the same.
     arrays = {rank: [x for x in own if not x.startswith("tree ")] for rank, own in only.items()}
     named = arrays if any(arrays.values()) else only
-    given = {rank: some((x[:300] for x in own), 4) or "none" for rank, own in named.items()}
-    return some((f"process {rank}: {text}" for rank, text in given.items()), 8)
+    return by_value({rank: some((x[:300] for x in own), 4) for rank, own in named.items()})
 
 
 def _compare_counts(
@@ -136,11 +135,11 @@ def _compare_counts(
     given = [(rank, x.examples, len(positions[rank])) for rank, x in found.items()]
     _, first_count, first_devices = given[0]
     if any(count * first_devices != first_count * devices for _, count, devices in given):
-        texts = some((f"process {rank} gave {n} for {devices}" for rank, n, devices in given), 16)
+        texts = {r: f"{n} for {k} device{'s' * (k > 1)}" for r, n, k in given}
         raise UnevenInputsError(
-            "every process must give the same number of examples for each of its devices: "
-            f"{texts}. Drop the last, smaller batch of uneven data, or pad it with examples of "
-            "weight 0 (gshard.Weighted). gshard.DataLoader splits the data evenly."
+            "every process must give the same number of examples for each of its devices, and gave "
+            f"{by_value(texts)}. Drop the last, smaller batch of uneven data, or pad it with "
+            "examples of weight 0 (gshard.Weighted). gshard.DataLoader splits the data evenly."
         )
 
 

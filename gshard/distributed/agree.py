@@ -97,10 +97,10 @@ def check_same_call(texts: Mapping[int, str], call: str) -> dict[int, str]:
     """
     calls = {rank: text.partition("\n")[0] for rank, text in texts.items()}
     if set(calls.values()) != {call}:
-        given = (f"process {r} {_CALLS.get(x, 'does something else')}" for r, x in calls.items())
+        given = by_value({r: _CALLS.get(x, "does something else") for r, x in calls.items()})
         raise GShardError(
-            f"the processes do not make the same call: {some(given, 8)}. All of them must make the "
-            "same calls, in the same order."
+            f"the processes do not make the same call: {given}. All of them must make the same "
+            "calls, in the same order."
         )
     return {rank: text.partition("\n")[2] for rank, text in texts.items()}
 
@@ -133,7 +133,10 @@ def first_difference(lines: Sequence[str], mesh: Mesh) -> dict[int, str]:
 
 
 def by_value(texts: Mapping[int, str]) -> str:
-    """Formats what each process has: `1e-3 on processes 0 and 2, 1e-2 on process 1`."""
+    """Formats what each process has: `1e-3 on processes 0, 2, 1e-2 on process 1`.
+
+    What few have is named too, however many processes there are.
+    """
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)

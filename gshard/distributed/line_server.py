@@ -24,6 +24,7 @@ class Peer:
     """A connection; `who` is known once it has sent a valid line."""
 
     connection: socket.socket
+    host: str
     since: float
     received: bytes = b""
     who: Any = None
@@ -65,13 +66,13 @@ class LineServer(ABC):
                 self._read(key.data)
                 continue
             try:
-                connection, _ = self._listener.accept()
+                connection, (host, *_) = self._listener.accept()
             except OSError as error:  # it has left again, or
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._make_room(error)
                 continue
             connection.setblocking(False)
-            peer = Peer(connection, time.monotonic())
+            peer = Peer(connection, host, time.monotonic())
             self._silent[peer] = None
             self._selector.register(connection, selectors.EVENT_READ, peer)
         now = time.monotonic()

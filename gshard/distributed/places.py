@@ -66,7 +66,7 @@ class Meeting:
       where: the same with the line of the user's code, for messages.
       over: set when it is over.
       without: rank and last words of a process that has ended and will not come.
-      others: by rank what each does, if they do different things.
+      others: what they do, if it is not the same; of each thing one rank that does it.
     """
 
     ranks: list[int]
@@ -201,7 +201,8 @@ class Server:
         all_joined = len(self._joined) == self._processes  # then none is looked at
         missing = meeting.ranks - arrived.keys() if not all_joined else set[int]()
         if meeting.differs:
-            others = [[rank, where] for rank, (_, where) in sorted(arrived.items())[:_GROUPS]]
+            first = {where: rank for rank, (_, where) in sorted(arrived.items(), reverse=True)}
+            others = sorted([rank, where] for where, rank in first.items())[:_GROUPS]
         elif ended := missing & self._left.keys() - self._joined.keys():
             without = [min(ended), self._left[min(ended)]]
         elif len(arrived) < len(meeting.ranks) and (

@@ -150,9 +150,11 @@ class _RollCall(LineServer):
                 f"one of {self._processes}. Start all of them with the same number."
             )
         elif rank in self._ranks:
+            other = next(x.host for x in self.peers if x.who == rank)
             fault = (
-                f"two processes say that they are rank {rank} of {processes}. Give every process a "
-                "rank of its own."
+                f"two processes say that they are rank {rank} of {processes}, at {other} and "
+                f"{peer.host}. Give every process a rank of its own, and every machine its own "
+                "--rank of gshard launch."
             )
         self.admit(peer, rank)
         self._ranks.add(rank)

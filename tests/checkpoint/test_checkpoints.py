@@ -458,9 +458,26 @@ def test_the_step_that_was_saved_last_is_not_written_again(tmp_path, run):
         checkpointer.save(5, run.state)
         run.state = checkpointer.restore(like=run.state).state
         run.train(0)
-        with pytest.raises(gshard.GShardError, match="not after the newest"):
-            checkpointer.save(5, run.state)  # another state
+        with pytest.raises(gshard.GShardError, match="another state under this number"):
+            checkpointer.save(5, run.state)
     assert checkpointer.all_steps() == [5]
+
+
+def test_the_step_that_was_restored_is_not_written_again(tmp_path, run):
+    """As by a job that gets SIGTERM before its first step."""
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        for number in (4, 5):
+            checkpointer.save(number, run.state, data_state={"at": number}, metadata={"n": number})
+    before = (tmp_path / "5" / "gshard.json").stat()
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        restored = checkpointer.restore(like=run.state)
+        checkpointer.save(5, restored.state, data_state=restored.data_state)
+        assert (tmp_path / "5" / "gshard.json").stat() == before
+        with pytest.raises(gshard.GShardError, match="this state with other data_state"):
+            checkpointer.save(5, restored.state, data_state={"at": 0})
+        checkpointer.restore(4, like=run.state)
+        with pytest.raises(gshard.GShardError, match="not after the newest one, 5"):
+            checkpointer.save(4, restored.state)
 
 
 def test_another_state_under_the_number_saved_last_is_refused(tmp_path):

@@ -38,20 +38,32 @@ def test_batches_that_agree_say_nothing(found, case):
 
 
 REFUSED = {
-    "unequal_first": ("error in 0", "the same number of examples", "process 0 gave 4", "1 gave 6"),
-    "unequal_later": ("error in 1", "the same number of examples", "process 0 gave 4", "1 gave 6"),
-    "uneven_wrong": ("error in 0", "process 0 gave 4 for 2, process 1 gave 4 for 1", "Weighted"),
+    "unequal_first": (
+        "error in 0",
+        "the same number of examples",
+        "4 for 2 devices on process 0, 6",
+    ),
+    "unequal_later": (
+        "error in 1",
+        "the same number of examples",
+        "4 for 2 devices on process 0, 6",
+    ),
+    "uneven_wrong": (
+        "error in 0",
+        "4 for 2 devices on process 0, 4 for 1 device on process 1",
+        "Weighted",
+    ),
     "one_does_not_divide": (
         "error in 0",
         "batch['x'] has 5 examples, which is not a multiple of the 2",
     ),
-    "dtypes": ("error in 0", "x float32[examples, 2], process 1: x float16[examples, 2]"),
-    "widths": ("error in 0", "x float32[examples, 2], process 1: x float32[examples, 3]"),
-    "crosswise": ("error in 2", "the same number of examples", "process 0 gave 4", "1 gave 8"),
-    "trees": ("different arrays; process 0: tree ((*,)), process 1: tree ([*])",),
-    "values": ("different arrays; process 0: step int[] = 3, process 1: step int[] = 4",),
+    "dtypes": ("error in 0", "x float32[examples, 2] on process 0, x float16[examples, 2] on"),
+    "widths": ("error in 0", "x float32[examples, 2] on process 0, x float32[examples, 3] on"),
+    "crosswise": ("error in 2", "the same number of examples", "4 for 2 devices on process 0, 8"),
+    "trees": ("different arrays: tree ((*,)) on process 0, tree ([*]) on process 1",),
+    "values": ("different arrays: step int[] = 3 on process 0, step int[] = 4 on process 1",),
     "many_arrays": (
-        "different arrays; process 0: z float32[examples, 2], process 1: z float32[examples, 3",
+        "different arrays: z float32[examples, 2] on process 0, z float32[examples, 3] on",
     ),
     "keys": ("error in 0", "batch['k'] contains keys of jax.random", "jax.random.key_data"),
     "one_text": ("batch['t'] is 'text'",),
@@ -61,10 +73,10 @@ REFUSED = {
     "loader_length": ("length: 60 on process 0, 72 on process 1",),
     "loader_batch_size": ("differ in batch_size: 12 on process 0, 24 on process 1",),
     "loader_shuffle": ("differ in shuffle: 0 on process 0, 1 on process 1",),
-    "loader_form": ("examples of", "example int64[2], process 1: example int64[3]"),
+    "loader_form": ("examples of", "example int64[2] on process 0, example int64[3] on process 1"),
     "loader_data": ("differ in checksum",),
     "loader_state": ("differ in position: 0 on process 0, 2 on process 1",),
-    "names": ("error in 0", "a float32[examples, 2], process 1: b float32[examples, 2]"),
+    "names": ("error in 0", "a float32[examples, 2] on process 0, b float32[examples, 2] on"),
 }
 
 

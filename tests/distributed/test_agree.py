@@ -8,7 +8,8 @@ from functools import cache, partial
 
 import pytest
 
-from gshard.distributed.agree import _exchange
+from gshard import GShardError
+from gshard.distributed.agree import _exchange, check_same_call
 from tests.distributed.agree_worker import SLOW
 from tests.processes import run_workers
 from tests.tiers import quick
@@ -202,3 +203,13 @@ EQUAL += ["equal_in_global_batches", "equal_skipped_by_all", "equal_alternating"
 def test_the_same_batches_raise_nothing(found, case):
     first, second = map(float, found(f"batches/{case}"))
     assert first == second
+
+
+def test_of_32_processes_the_one_that_makes_another_call_is_named():
+    texts = {rank: "batch\n" if rank != 24 else "loader\n" for rank in range(32)}
+    said = (
+        "gives a batch on processes 0, 1, 2, 3, 4 and 26 more, begins a for over a DataLoader on "
+        "process 24. All of them"
+    )
+    with pytest.raises(GShardError, match=said):
+        check_same_call(texts, "batch")

@@ -329,7 +329,7 @@ def test_two_processes_of_one_rank(roll_calls):
     for said in roll_calls[1]:
         kind, text, seconds = said["twice"]
         assert kind == "GShardError"
-        assert "two processes say that they are rank 1 of 3" in text
+        assert "say that they are rank 1 of 3, at 127.0.0.1 and 127.0.0.1. Give" in text
         assert seconds < 30  # and not the 60 s that it may wait
 
 

@@ -252,6 +252,21 @@ def meeting(ranks: list[int], number: int, call: str = "save") -> Meeting:
     return Meeting(ranks, number, call, f"{call}, at train.py:3")
 
 
+def test_of_many_processes_the_one_that_makes_another_call_is_named():
+    async def meet():
+        async with Job(12) as job:
+            ranks = list(range(12))
+            meetings = [meeting(ranks, 1, "save" if r < 11 else "barrier") for r in ranks]
+            for member, each in zip(job.members, meetings, strict=True):
+                member.meet(each)
+                await asyncio.sleep(0.02)
+            await until(lambda: all(each.over.is_set() for each in meetings))
+            told = {0: "save, at train.py:3", 11: "barrier, at train.py:3"}
+            assert all(each.others == told for each in meetings)
+
+    asyncio.run(meet())
+
+
 def test_a_meeting_is_over_when_all_of_its_ranks_have_come_or_one_has_ended():
     async def meet():
         async with Job(4) as job:

@@ -8,7 +8,6 @@ import json
 import os
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import ExitStack
 
 from gshard.cli import common
 from gshard.cli.common import NO, NO_ANSWER, YES, print_text
@@ -34,7 +33,8 @@ def main(words: list[str]) -> int:
     quick = "skip the checks that start JAX; takes about two seconds"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS",
-                        help="for each check that starts JAX (default: 120)")  # fmt: skip
+                        help="for each check that starts JAX, and for the other processes of a "
+                        "job to arrive (default: 120)")  # fmt: skip
     given = common.parsed(parser, words)
     if not 0 < given.timeout < float("inf"):
         parser.error("--timeout must be a positive number of seconds")
@@ -43,16 +43,11 @@ def main(words: list[str]) -> int:
 
 def _run(given: Namespace) -> int:
     found: list[Check] = []
-    with ExitStack() as held:
-        for title, check in _groups(given.quick, given.timeout, held).items():
-            checks = _tried(title, check)
-            found += checks
-            if (
-                checks
-                and not given.json
-                and print_text("\n".join(map(_line, checks)), YES, NO_ANSWER)
-            ):
-                return NO_ANSWER  # nobody reads: the other checks are left out
+    for title, check in _groups(given.quick, given.timeout).items():
+        checks = _tried(title, check)
+        found += checks
+        if checks and not given.json and print_text("\n".join(map(_line, checks)), YES, NO_ANSWER):
+            return NO_ANSWER  # nobody reads: the other checks are left out
     failed = any(check.ok == "fail" for check in found)
     code = NO if failed else YES
     if not given.json:
@@ -61,8 +56,11 @@ def _run(given: Namespace) -> int:
     return print_text(json.dumps({"ok": not failed, "checks": rows}), code)
 
 
-def _groups(quick: bool, seconds: float, held: ExitStack) -> dict[str, Callable[[], list[Check]]]:
-    """Returns groups of checks by title; earlier groups explain what later ones find."""
+def _groups(quick: bool, seconds: float) -> dict[str, Callable[[], list[Check]]]:
+    """Returns groups of checks by title; earlier groups explain what later ones find.
+
+    The last one waits for other machines.
+    """
     here = functools.cache(hardware)
     started = functools.cache(lambda: devices.started(here()[0], seconds))
     groups = {
@@ -71,14 +69,13 @@ def _groups(quick: bool, seconds: float, held: ExitStack) -> dict[str, Callable[
         "variables": lambda: variables(here()[0].all, os.environ),
         "disks": lambda: disks(here()[0].all),
         "own name": own_name,
-        "job": lambda: cluster(held),
     }
     with_jax = {
         "starting JAX": lambda: started()[1],
         "train step": lambda: devices.train_step(seconds) if started()[0] else _NOT_TRIED,
         "two processes": lambda: devices.two_processes(seconds) if started()[0] else [],
     }
-    return groups if quick else groups | with_jax
+    return (groups if quick else groups | with_jax) | {"job": lambda: cluster(seconds)}
 
 
 def _tried(title: str, check: Callable[[], list[Check]]) -> list[Check]:

@@ -10,7 +10,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,7 +20,14 @@ from gshard._util.text import bytes_of
 from gshard.distributed import env_vars
 from gshard.distributed.env_vars import JobPosition
 from gshard.distributed.initialize import resolve_position
-from gshard.distributed.rendezvous import Address, address, is_loopback, listen, resolved
+from gshard.distributed.rendezvous import (
+    Address,
+    NotArrivedError,
+    address,
+    is_loopback,
+    meet,
+    resolved,
+)
 
 _GB = 10**9
 
@@ -179,8 +185,8 @@ def own_name() -> list[Check]:
     return [Check("own name", "ok", f"{name} is {at}{alone}")]
 
 
-def cluster(held: ExitStack) -> list[Check]:
-    """Checks this process's position in its job; `held` keeps the port of process 0 open."""
+def cluster(seconds: float) -> list[Check]:
+    """Checks this process's position in its job, and waits so long for the others of it."""
     try:
         position = resolve_position(JobPosition(None, None, None))
     except GShardError as error:
@@ -192,7 +198,7 @@ def cluster(held: ExitStack) -> list[Check]:
     found = [Check("job", "ok", f"rank {rank} of {count}, by GSHARD_* variables")]
     if count > 1:
         at = address(position.coordinator_address, env_vars.COORDINATOR)
-        found.append(_own_port(at, held) if rank == 0 else reached(at))
+        found.append(met(at, rank, count, seconds))
     return found
 
 
@@ -213,30 +219,15 @@ def _detected(environment: Mapping[str, str]) -> Check:
     return Check("job", "ok", "this process is alone: no variable of a launcher or a cluster")
 
 
-def _own_port(at: Address, held: ExitStack) -> Check:
-    """Checks, on process 0, that it can listen at the address that the others connect to."""
+def met(at: Address, rank: int, count: int, seconds: float) -> Check:
+    """Meets the other processes of the job, as at the start of a training."""
     try:
-        held.enter_context(listen(at, reserved=bool(os.environ.get(env_vars.PORT_IS_KEPT))))
-    except GShardError as error:
-        fix = f"{env_vars.COORDINATOR}: an address of this machine, and a port that is free"
+        meet(at, count, rank, seconds, bool(os.environ.get(env_vars.PORT_IS_KEPT)))
+    except NotArrivedError as error:
+        fix = "start the doctor on every machine as the training, within --timeout of each other, "
+        fix += f"and let firewalls allow port {at.port}"
         return Check("coordinator", "fail", str(error), fix)
+    except GShardError as error:  # says how to fix it
+        return Check("coordinator", "fail", str(error))
     alone = " (loopback: processes of this machine alone)" if is_loopback(at.host) else ""
-    return Check("coordinator", "ok", f"this process can listen at {at}{alone}")
-
-
-def reached(at: Address, seconds: float = 5.0) -> Check:
-    """Checks, on any other process, that process 0 answers; it may start a moment later."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection(at, timeout=seconds).close()
-            return Check("coordinator", "ok", f"{at} answers")
-        except OSError as error:
-            if isinstance(error, ConnectionRefusedError) and time.monotonic() < deadline:
-                time.sleep(0.2)
-                continue
-            late = isinstance(error, TimeoutError)
-            why = f"no answer in {seconds:g} s" if late else error.strerror
-            fix = "start process 0 first, and check that this is its address, that this machine "
-            fix += f"can resolve it, and that firewalls allow port {at.port}"
-            return Check("coordinator", "fail", f"{at}: {why}", fix)
+    return Check("coordinator", "ok", f"all {count} processes met at {at}{alone}")

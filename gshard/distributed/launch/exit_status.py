@@ -196,7 +196,7 @@ _MEANINGS = (
         "Its port is taken by another program, perhaps a job that still runs.",
     ),
     (
-        r"NotArrivedError",
+        r"NotArrivedError:",  # the error, not a line of code in its traceback
         "Not all processes of the job came in time: see which are missing, and their logs.",
     ),
     (

@@ -627,6 +627,7 @@ def test_a_job_that_hung_is_reported_by_what_its_watchdog_said():
         (End(0, 1, (), "jaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory"), "smaller"),
         (End(0, 1, (), "gshard...PortTakenError: port 3 is taken"), "another program"),
         (End(0, 1, (), "gshard...NotArrivedError: not all"), "see which are missing"),
+        (End(0, 1, (), "raise (NotArrivedError if late else GShardError)(why)\nGShardError"), ""),
         (End(0, 0, work=Work(cut_off=True)), "os._exit(0)"),
         (End(0, -6, (), "Is there a distributed collective mismatch in your code?"), "rank == 0"),
         (End(0, 1, (), "ValueError: of the user"), ""),
