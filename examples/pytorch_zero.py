@@ -77,10 +77,11 @@ def main() -> None:
     )
     parser.add_argument("--width", type=int, default=2000, help="of a layer")
     parser.add_argument("--layers", type=int, default=20, help="how many")
-    parser.add_argument("--devices", type=int, default=2, help="virtual ones on CPU")
+    parser.add_argument("--devices", type=int, default=2, help="how many, at most; virtual on CPU")
     parser.add_argument("--steps", type=int, default=3, help="of training")
     args = parser.parse_args()
     gshard.virtual_devices(args.devices)
+    args.devices = min(args.devices, jax.device_count())  # of GPUs there may be fewer
     given = (args.width, args.layers, args.devices, args.steps)
     plain, sharded = (train(*given, sharded=way) for way in (False, True))
     table = Table(title=f"One of {args.devices} devices", title_justify="left")
