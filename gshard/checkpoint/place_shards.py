@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 from gshard.checkpoint.bounds import Bounds, bounds_of
 
-_AT_ONCE = 2**26  # bytes of an array whose shards may all be on the host
+_AT_ONCE = 2**24  # bytes of an array whose shards may all be on the host
 
 
 def devices_by_bounds(x: jax.ShapeDtypeStruct) -> dict[Bounds, list[Any]]:

@@ -65,7 +65,7 @@ def test_arrays_go_to_the_memory_of_their_sharding(arrays):
     assert read.sharding == moment.sharding
 
 
-@pytest.mark.parametrize(("most", "calls"), [(2**26, [4]), (100, [1, 1, 1, 1])])
+@pytest.mark.parametrize(("most", "calls"), [(2**24, [4]), (100, [1, 1, 1, 1])])
 def test_shards_are_placed_together_if_they_are_small(monkeypatch, most, calls):
     """Of a large array one shard after another is on the host, and a call takes its time."""
     monkeypatch.setattr(placing, "_AT_ONCE", most)

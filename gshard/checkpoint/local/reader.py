@@ -206,4 +206,4 @@ def _array(path: str, x: jax.ShapeDtypeStruct, found: _Found) -> jax.Array:
             return [*map(shard, several)]
         return run_parallel(shard, several, THREADS)
 
-    return place_shards(x, shards)
+    return place_shards(x, shards, at_once=True)
