@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import jax
@@ -11,13 +13,19 @@ from jax.sharding import SingleDeviceSharding
 
 from gshard.checkpoint.bounds import Bounds, bounds_of
 
+_AT_ONCE = 2**24  # bytes of an array whose shards may all be on the host
+
 
 def devices_by_bounds(x: jax.ShapeDtypeStruct) -> dict[Bounds, list[Any]]:
     """The shards of an abstract array on this process's devices, and the devices of each."""
-    sharding: Any = x.sharding
+    return _devices_by_bounds(x.sharding, x.shape)
+
+
+@lru_cache(maxsize=1024)  # many arrays have the same shape
+def _devices_by_bounds(sharding: Any, shape: tuple[int, ...]) -> dict[Bounds, list[Any]]:
     devices: dict[Bounds, list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(x.shape).items():
-        devices.setdefault(bounds_of(index, x.shape), []).append(device)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        devices.setdefault(bounds_of(index, shape), []).append(device)
     return devices
 
 
@@ -27,25 +35,35 @@ def inside(bounds: Bounds, shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def place_shards(
-    x: jax.ShapeDtypeStruct, read: Callable[[Bounds], np.ndarray], at_once: bool = False
+    x: jax.ShapeDtypeStruct,
+    read: Callable[[Sequence[Bounds]], Sequence[np.ndarray]],
+    at_once: bool = False,
 ) -> jax.Array:
-    """An array of the shape and the sharding of `x`, one shard after another, or all `at_once`.
+    """An array of the shape and the sharding of `x`.
 
-    `read` returns a shard, which nobody may change or free afterwards: on a CPU, JAX may keep it.
-    It may be smaller in any dimension, and the rest is padded with zeros.
+    `read` returns shards, which nobody may change or free afterwards: on a CPU, JAX may keep them.
+    They may be smaller in any dimension, and the rest is padded with zeros. Of a large array one
+    shard after another is on the host, unless all may be there `at_once`.
     """
-    sharding, shards = x.sharding, []
-    for bounds, devices in devices_by_bounds(x).items():
-        part = _padded(read(bounds), bounds)
-        for device in devices:
+    sharding, devices = x.sharding, devices_by_bounds(x)
+    if at_once or x.dtype.itemsize * prod(x.shape) <= _AT_ONCE:
+        # One call for all devices: with many small arrays, the calls are what takes the time.
+        parts = dict(zip(devices, map(_padded, read([*devices]), devices), strict=True))
+        array = jax.make_array_from_callback(
+            x.shape, sharding, lambda index: parts[bounds_of(index, x.shape)], dtype=x.dtype
+        )
+        return jax.block_until_ready(array)
+    shards = []
+    for bounds, holders in devices.items():
+        part = _padded(read([bounds])[0], bounds)
+        for device in holders:
             single = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             shards.append(jax.device_put(part, single, may_alias=False))
-        if not at_once:  # otherwise several shards would be on the host at a time
-            jax.block_until_ready(shards)
-    jax.block_until_ready(shards)
+        jax.block_until_ready(shards)
     return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
 
 def _padded(x: np.ndarray, bounds: Bounds) -> np.ndarray:
-    widths = [(0, b - a - n) for (a, b), n in zip(bounds, x.shape, strict=True)]
-    return np.pad(x, widths) if any(after for _, after in widths) else x
+    if x.shape == (shape := tuple(b - a for a, b in bounds)):
+        return x
+    return np.pad(x, [(0, n - k) for n, k in zip(shape, x.shape, strict=True)])

@@ -7,7 +7,7 @@ takes longer than reading where there are many arrays.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -89,9 +89,9 @@ def _shards(stored: Any, wanted: jax.ShapeDtypeStruct) -> dict[Bounds, Any]:
     return {x: stored[inside(x, stored.shape)].read() for x in devices_by_bounds(wanted)}
 
 
-def _finished(shards: dict[Bounds, Any], bounds: Bounds) -> np.ndarray:
+def _finished(shards: dict[Bounds, Any], several: Sequence[Bounds]) -> list[np.ndarray]:
     with _explained():
-        return np.asarray(shards.pop(bounds).result())
+        return [np.asarray(shards.pop(bounds).result()) for bounds in several]
 
 
 def _count(bounds: Bounds) -> int:

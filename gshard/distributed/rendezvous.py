@@ -175,11 +175,16 @@ def _report(at: Address, processes: int, rank: int, reminder: Reminder) -> dict[
 
 
 def ask(
-    at: Address, line: bytes, reminder: Reminder, who: str, whom: str = "process 0"
+    at: Address,
+    line: bytes,
+    reminder: Reminder,
+    who: str,
+    whom: str = "process 0",
+    hint: str = "",
 ) -> tuple[socket.socket, dict[str, Any], bytes]:
     """Sends a line to a `LineServer`, again and again until somebody answers or time is up.
 
-    Returns the connection, the answer (`"go"`), and what came after it.
+    Returns the connection, the answer (`"go"`), and what came after it. Reminders end with `hint`.
 
     Raises:
       NotArrivedError: nobody answered in time, or the answer says so of others.
@@ -188,7 +193,7 @@ def ask(
     reason = "nobody answered"
 
     def waiting() -> str:
-        return f"{who} waits for {whom} at {at}: {reason}"
+        return f"{who} waits for {whom} at {at}: {reason}{hint}"
 
     while (left := reminder.left) > 0:
         reminder.remind(waiting)
@@ -197,7 +202,8 @@ def ask(
             with contextlib.ExitStack() as unless_answered:
                 unless_answered.enter_context(connection)
                 connection.sendall(line)
-                answer, rest = _read_answer(connection, reminder, f"{who} is at {at} and waits")
+                waits = f"{who} is at {at} and waits for the others{hint}"
+                answer, rest = _read_answer(connection, reminder, waits)
                 if "go" in answer:
                     unless_answered.pop_all()
                     return connection, answer["go"], rest
@@ -226,7 +232,7 @@ def _read_answer(
         except TimeoutError:
             if reminder.left < -SILENCE:  # process 0's own deadline comes first
                 return {}, b""
-            reminder.remind(lambda: f"{state} for the others")
+            reminder.remind(lambda: state)
             continue
         if not more or len(received) > 64 * LONGEST:
             return {}, b""

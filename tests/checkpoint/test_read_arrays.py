@@ -13,6 +13,8 @@ import tensorstore as ts
 from jax.sharding import NamedSharding
 
 import gshard
+from gshard.checkpoint import place_shards as placing
+from gshard.checkpoint.place_shards import inside
 from gshard.checkpoint.read_arrays import read_arrays
 
 VALUES = np.random.default_rng(0).normal(size=(7, 10)).astype(np.float32)
@@ -61,6 +63,26 @@ def test_arrays_go_to_the_memory_of_their_sharding(arrays):
     assert moment.sharding.memory_kind == "pinned_host"
     read = read_arrays(arrays, {"params/w": moment})["params/w"]
     assert read.sharding == moment.sharding
+
+
+@pytest.mark.parametrize(("most", "calls"), [(2**24, [4]), (100, [1, 1, 1, 1])])
+def test_shards_are_placed_together_if_they_are_small(monkeypatch, most, calls):
+    """Of a large array one shard after another is on the host, and a call takes its time."""
+    monkeypatch.setattr(placing, "_AT_ONCE", most)
+    plan = sharded(4, offload=True)[1]
+    layouts = jax.tree.leaves(plan.layouts.opt_state)
+    (moment,) = (plan.abstract(x) for x in layouts if x.path.endswith("mu/w"))
+    asked = []
+
+    def read(several):
+        asked.append(len(several))
+        return [VALUES[inside(bounds, VALUES.shape)] for bounds in several]
+
+    placed = placing.place_shards(moment, read)
+    assert asked == calls and placed.sharding == moment.sharding
+    expected = np.zeros(moment.shape, np.float32)
+    expected[:7, :10] = VALUES
+    np.testing.assert_array_equal(np.asarray(placed), expected)
 
 
 def test_a_missing_block_is_told(arrays, tmp_path):

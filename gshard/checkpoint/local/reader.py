@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,11 +36,13 @@ from gshard.checkpoint.local.shards import (
 from gshard.checkpoint.local.store import LocalStore
 from gshard.checkpoint.manifest import write_manifests
 from gshard.checkpoint.place_shards import place_shards
-from gshard.checkpoint.step_files import StepFiles, StepFolder
+from gshard.checkpoint.step_files import THREADS, StepFiles, StepFolder, run_parallel
 from gshard.checkpoint.step_info import DATA, DESCRIPTION
 from gshard.checkpoint.store import Wanted, Wants
 from gshard.distributed.agree import all_gather_text, run_on_all
 from gshard.distributed.broadcast import broadcast
+
+_THREADED = 2**20  # bytes of an array that threads copy: starting them takes time
 
 
 class LocalReader:
@@ -193,10 +195,15 @@ def _array(path: str, x: jax.ShapeDtypeStruct, found: _Found) -> jax.Array:
 
     def shard(bounds: Bounds) -> np.ndarray:
         key = found.stored(Key(path, bounds))
-        out = np.zeros(key.shape, x.dtype)  # never the mapped file: on a CPU JAX may keep it
+        out = np.empty(key.shape, x.dtype)  # never the mapped file: on a CPU JAX may keep it
         for piece, values in found.pieces(key):
             both = piece.shared(key)
             out[both.within(key)] = values[both.within(piece)]
         return out
 
-    return place_shards(x, shard)
+    def shards(several: Sequence[Bounds]) -> list[np.ndarray]:
+        if x.size * x.dtype.itemsize < _THREADED:
+            return [*map(shard, several)]
+        return run_parallel(shard, several, THREADS)
+
+    return place_shards(x, shards, at_once=True)

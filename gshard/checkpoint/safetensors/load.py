@@ -289,8 +289,9 @@ def _weight(
     """One weight in its layout, as it is `stored` in a state."""
     fetched = dict[str, Fetched]()
 
-    def read(bounds: Bounds) -> np.ndarray:
-        return _read(pieces, found, fetched, inside(bounds, layout.shape), dtypes)
+    def read(shards: Sequence[Bounds]) -> list[np.ndarray]:
+        parts = [inside(bounds, layout.shape) for bounds in shards]
+        return [_read(pieces, found, fetched, part, dtypes) for part in parts]
 
     return place_shards(stored, read)
 

@@ -21,7 +21,14 @@ from gshard.distributed.launch.event_log import EventLog
 from gshard.distributed.launch.job import Request
 from gshard.distributed.launch.machine import TICK, Start, form, notice_loss, run_start
 from gshard.distributed.messages import line_of
-from gshard.distributed.rendezvous import Address, NotArrivedError, Reminder, ask, listen
+from gshard.distributed.rendezvous import (
+    Address,
+    NotArrivedError,
+    PortTakenError,
+    Reminder,
+    ask,
+    listen,
+)
 
 JOIN_TIMEOUT, MAX_RESTARTS = 30, 3  # seconds; restarts in a row without progress
 _COORDINATOR = "machine 0, whose launcher coordinates the job,"
@@ -31,7 +38,7 @@ _LONGEST = 2**16  # bytes that are read at once
 
 def run_elastic(asked: Request, master: Address, signals: list[int]) -> int:
     """Runs the part of an elastic job on this machine; returns the exit code."""
-    listener, reason = None, ""
+    listener, reason, hint = None, "", ""
     if not asked.rank:
         try:
             listener = listen(master)
@@ -39,9 +46,11 @@ def run_elastic(asked: Request, master: Address, signals: list[int]) -> int:
             if asked.rank == 0:
                 raise
             reason = f" This machine cannot be machine 0 itself: {error}"
+            if isinstance(error, PortTakenError):  # the address is its own
+                hint = f".{reason}"
     try:
         if listener is None:
-            return Member(asked, master, signals).run()
+            return Member(asked, master, signals, hint).run()
         with closing(Coordinator(asked, master, listener, signals)) as coordinator:
             return coordinator.run()
     except NotArrivedError as error:
@@ -52,8 +61,8 @@ def run_elastic(asked: Request, master: Address, signals: list[int]) -> int:
 class Member:
     """The launcher of a machine that is not the coordinator; its `Orders` come from there."""
 
-    def __init__(self, asked: Request, at: Address, signals: list[int]):
-        self._asked, self._at, self._signals = asked, at, signals
+    def __init__(self, asked: Request, at: Address, signals: list[int], hint: str = ""):
+        self._asked, self._at, self._signals, self._hint = asked, at, signals, hint
         self._events: EventLog | None = None
         self._machine: int | None = None  # the number of the machine in `_events`
         self._messages: list[dict[str, Any]] = []
@@ -66,7 +75,8 @@ class Member:
         try:
             while code is None and not self._signals:
                 patience = Reminder(self._asked.start_timeout, self._signals)
-                joined = ask(self._at, hello, patience, f"the launcher of {name}", _COORDINATOR)
+                who = f"the launcher of {name}"
+                joined = ask(self._at, hello, patience, who, _COORDINATOR, self._hint)
                 self._connection, welcome, self._received = joined
                 with self._connection:
                     code = self._follow(welcome["machine"])

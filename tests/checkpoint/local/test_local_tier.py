@@ -21,6 +21,7 @@ from flax.training.train_state import TrainState
 
 import gshard
 from gshard.checkpoint.disk import DiskDraft
+from gshard.checkpoint.local import reader as local_reader
 from gshard.checkpoint.local import store as local_store
 from gshard.checkpoint.local.shards import INDEX, SHARDS, read_index
 from tests.checkpoint.test_checkpoints import (
@@ -110,6 +111,14 @@ def test_a_restored_state_does_not_need_its_files(folders):
     for file in folders["local"].rglob("shards"):
         os.truncate(file, 0)
     assert_equal_bits(run.whole(), held)
+
+
+def test_large_arrays_are_copied_by_threads(folders, monkeypatch):
+    monkeypatch.setattr(local_reader, "_THREADED", 0)
+    run, other = Training("p_g_os", 4), Training("p_g_os", 3)
+    held = saved_locally(folders, run, 1)
+    other.state = opened(folders).restore(like=other.state).state
+    assert_equal_bits(other.whole(), held)
 
 
 def test_another_dtype_needs_cast(folders):
