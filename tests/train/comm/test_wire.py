@@ -15,7 +15,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from benchmarks import wire
+from benchmarks import wire, wire_rows
 from benchmarks.llama import Sizes, abstract_params
 from benchmarks.wire_compile import budgeted, sharded_state
 from gshard._util.errors import GShardError
@@ -193,3 +193,53 @@ def test_on_gpus_a_scan_holds_the_gradients_of_one_layer(tmp_path):
     peaks = {p["program"]: p["memory_bytes"]["peak_memory"] for p in found["programs"]}
     assert peaks["gshard"] < peaks["gspmd"]
     assert found["gshard_to_theory"] == pytest.approx(1, abs=1e-3)
+
+
+# ---- figures of an earlier run ------------------------------------------------------------------
+
+
+def test_what_is_worse_by_more_than_one_percent():
+    before = {"sent": 1000, "between nodes": 0, "overlapped": 1000, "peak": 1000}
+    assert wire_rows.losses(before, before) == []
+    assert wire_rows.losses(before, before | {"sent": 1010, "overlapped": 990}) == []
+    assert wire_rows.losses(before, before | {"sent": 500, "overlapped": 2000, "peak": 1}) == []
+    assert wire_rows.losses(before, before | {"sent": 1011}) == ["sent"]
+    assert wire_rows.losses(before, before | {"between nodes": 1}) == ["between nodes"]
+    assert wire_rows.losses(before, before | {"overlapped": 989}) == ["overlapped"]
+    assert wire_rows.losses(before, before | {"peak": 2000}) == ["peak"]
+
+
+def test_the_committed_rows_are_complete():
+    rows = json.loads(wire_rows.ROWS.read_text())
+    assert len({(row["target"], row["level"]) for row in rows}) == len(rows) == 3
+    for row in rows:
+        parse_target(row["target"])
+        assert set(row["bytes"]) == set(wire_rows.AMOUNTS) and "jaxlib" in row["versions"]
+
+
+@pytest.mark.slow
+def test_a_check_fails_for_a_worse_figure(tmp_path):
+    sizes = {"layers": 2, "width": 128, "vocabulary": 512, "sequence": 128}
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([{"target": "cpu:4", "level": "os", "sizes": sizes}]))
+
+    def check(*more):
+        command = [sys.executable, "-m", "benchmarks.wire_rows", "--rows", str(file), *more]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        return done.returncode, done.stdout + done.stderr
+
+    assert check("--record")[0] == 0
+    (row,) = json.loads(file.read_text())
+    assert row["bytes"]["peak"] > 0 and row["bytes"]["between nodes"] == 0 < row["bytes"]["sent"]
+    code, said = check()
+    assert code == 0 and "as before" in said
+    row["bytes"]["peak"] = int(row["bytes"]["peak"] / 1.02)
+    file.write_text(json.dumps([row]))
+    code, said = check()
+    assert code == 1 and "worse: peak" in said
+    row["versions"]["jaxlib"] = "0.1"
+    file.write_text(json.dumps([row]))
+    code, said = check()
+    assert code == 0 and "other versions" in said
+    code, said = check("--only", "h100")
+    assert code == 1 and "no row of" in said and "cpu:4 os" in said
