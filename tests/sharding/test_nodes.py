@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import weakref
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -66,12 +68,28 @@ def test_a_permute_sends_its_payload_over_each_link():
     assert nodes.network_share("send", None) == 1
 
 
-def test_a_flat_all_to_all_sends_seven_times_what_a_ring_does():
+def test_a_flat_all_to_all_sends_almost_eight_times_what_a_ring_does():
     """ZeRO++, section 4.3: over 32 nodes of 8, the devices of a node share a ring's bytes."""
     nodes = Nodes((("shard", 256),), tuple(i // 8 for i in range(256)))
     ring = nodes.network_share_over("reduce-scatter", ("shard",))
     assert ring == Fraction(255, 256) / 8
     assert nodes.network_share_over("all-to-all", ("shard",)) == Fraction(248, 256)
+
+
+@pytest.mark.parametrize("near", [2, 8])
+def test_a_permute_may_send_nothing(near):
+    nodes = Nodes((("a", 8),), tuple(i // near for i in range(8)))
+    assert nodes.network_share_over("collective-permute", ("a",), ()) == 0
+
+
+def test_what_is_known_of_nodes_goes_with_them():
+    """A cache of the program would keep the nodes of every budget of a large machine."""
+    nodes = nodes_of(gshard.make_mesh(), 4)
+    nodes.network_share_over("all-gather", ("shard",))
+    gone = weakref.ref(nodes)
+    del nodes
+    gc.collect()
+    assert gone() is None
 
 
 def test_jax_says_which_devices_share_links():
