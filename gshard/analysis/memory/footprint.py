@@ -41,7 +41,7 @@ _PARTS = ("dynamic_slice", "slice", "gather", *RESHAPED)  # read only what they 
 class Exchange:
     """The collectives of one kind, dtype and group size in a step, on one device.
 
-    Those of one row send the same share of what they send to other nodes.
+    All of them send the same share of their payload to other nodes.
 
     Attributes:
       kind: HLO's name, such as `reduce-scatter`.
