@@ -223,7 +223,7 @@ class Group:
       sizes: devices along each shard axis.
       replicas: number of shard groups; each holds a full copy of the state.
       model_axes: names and sizes of the user's model-parallel axes, such as tensor parallelism.
-      across_nodes: how many of the shard axes, the last ones, are across nodes if others are not.
+      across_nodes: how many shard axes, the last ones, are across nodes; 0 if none is or all are.
       platform: platform of the devices, `"cpu"`, `"gpu"` or `"tpu"`; empty for an abstract mesh.
     """
 

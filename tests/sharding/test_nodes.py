@@ -16,7 +16,10 @@ import optax
 import pytest
 
 import gshard
+from gshard.analysis.forecast import abstract_mesh
 from gshard.analysis.hlo import read_program
+from gshard.analysis.memory.footprint import exchanges_of
+from gshard.analysis.memory.opening import program_of
 from gshard.cli.main import main
 from gshard.sharding.nodes import Nodes, nodes_of
 from gshard.sharding.topology import node_of
@@ -176,6 +179,21 @@ def test_sub_groups_of_a_node_gather_over_the_network_once():
         assert found.network_bytes("all-gather") <= gathers.network_bytes
     # Of each array b: twice 7/8 b over a link of four cards; b/8 a device; twice 3/8 b over four.
     assert network[4] == network[True] * 2 // 7 < network[2] == network[True] * 3 // 7
+
+
+def test_a_scalar_between_nodes_is_sent():
+    """Less than a byte is not nothing: the model of time counts a round of messages."""
+    mesh = abstract_mesh(256)
+
+    def total(x):
+        return jax.lax.psum(x.sum(), "shard")
+
+    mapped = jax.shard_map(total, mesh=mesh, in_specs=jax.P("shard"), out_specs=jax.P())
+    closed = jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((256,), np.float32))
+    traced = program_of(closed, [None], True, "gpu")
+    for near, sent in ((8, 1), (256, 0)):
+        (row,) = exchanges_of(traced, nodes_of(mesh, near), wide=False)
+        assert row.scalar and row.network_bytes == sent
 
 
 def test_a_plan_of_several_nodes_says_what_they_exchange(capsys):

@@ -122,7 +122,7 @@ def exchanges_of(program: TracedProgram, nodes: Nodes, wide: bool) -> tuple[Exch
     found = []
     for key, (count, elements, payload) in sorted(rows.items(), key=lambda row: -row[1][2]):
         kind, dtype, group, scalar, share = key
-        wire, network = _wire(kind, group, payload), int(share * payload)
+        wire, network = _wire(kind, group, payload), math.ceil(share * payload)
         found.append(Exchange(kind, dtype, group, scalar, count, elements, payload, wire, network))
     return tuple(found)
 
