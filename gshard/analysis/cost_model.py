@@ -100,14 +100,14 @@ def seconds_to_send(
 ) -> float:
     """Seconds that a device takes to send bytes, of which `network` go to other nodes.
 
-    Both links are busy at once, and the slower of the two decides.
+    The links within a node carry the rest at the same time; the slower of the two decides.
     """
     chip = target.chip
     if measured is not None and measured.link is not None:
         return sent / measured.link
     # A TPU sends both ways along an axis.
     link = 2 * chip.link if target.platform == "tpu" else chip.link
-    return max(sent / link, network / chip.network)
+    return max((sent - network) / link, network / chip.network)
 
 
 def cost(

@@ -48,8 +48,8 @@ def make_mesh(
         size comes first: state is sharded within a replica, and gradients are summed over replicas.
         Replicas are on different nodes (hosts of GPUs, TPU slices) if there are enough.
       extra: sizes of your own model-parallel axes by name, such as `{"model": 2}` for tensor
-        parallelism, next to one shard axis. They come last, so that their devices are adjacent.
-        gshard shards nothing over them.
+        parallelism. They come last, so that their devices are adjacent. gshard shards nothing over
+        them.
       devices: the devices in mesh order. By default all of `jax.devices()`, those of one node next
         to each other. The devices of a TPU torus are ordered by their coordinates.
 
@@ -70,6 +70,10 @@ def make_mesh(
     count = len(given)
     replica = check_integer("replica", replica, 1)
     own = _axis_sizes("extra", extra, "extra={'model': 2}") if extra else {}
+    if taken := [axis for axis in own if axis in SHARD_AXES]:
+        raise GShardError(
+            f"extra= has an axis {taken[0]!r}, a name of gshard's shard axes. Choose another one."
+        )
     if shape is None and (found := arrange(given, replica, own)) is not None:
         return _mesh(*found)
     if shape is None:
@@ -82,7 +86,7 @@ def make_mesh(
             )
         shape = {SHARD: count // needed}
     shape = _axis_sizes("shape", shape, str({SHARD: count}))
-    if own and (set(shape) != {SHARD} or SHARD in own):
+    if own and set(shape) != {SHARD}:
         raise GShardError(
             f"extra={own} goes with one shard axis, named {SHARD!r}; shape= is {shape}. With axes "
             f"of other names put all of them into shape=, gshard.make_mesh({shape | own}), and "
@@ -219,7 +223,7 @@ class Group:
       sizes: devices along each shard axis.
       replicas: number of shard groups; each holds a full copy of the state.
       model_axes: names and sizes of the user's model-parallel axes, such as tensor parallelism.
-      across_nodes: how many of the shard axes, the last ones, are across nodes if others are not.
+      across_nodes: how many shard axes, the last ones, are across nodes; 0 if none is or all are.
       platform: platform of the devices, `"cpu"`, `"gpu"` or `"tpu"`; empty for an abstract mesh.
     """
 
@@ -250,7 +254,8 @@ class Group:
     def hops(self) -> list[Hop]:
         """The steps of an all-gather over the group, minor axis first.
 
-        So the smallest pieces go over the network, if the last axes are across nodes.
+        The first step sends the smallest pieces: over the network, if the last axes are across
+        nodes.
         """
         pairs = zip(reversed(self.shard), reversed(self.sizes), strict=True)
         return [Hop(axis, size) for axis, size in pairs]
@@ -264,7 +269,8 @@ class Group:
           GShardError: the group cannot be split into sub-groups of `n` devices.
         """
         across, within, rest = [], [], n
-        for hop in self.hops[self.across_nodes :] + self.hops[: self.across_nodes]:
+        nearest = self.hops[self.across_nodes :] + self.hops[: self.across_nodes]
+        for hop in nearest:
             if rest == 1:
                 across.append(hop)
             elif rest % hop.size == 0:
@@ -280,11 +286,11 @@ class Group:
                 break
         if n < 1 or rest > 1:
             axes = " x ".join(map(str, self.sizes))
-            *before, last = self.sizes
-            more = f", or {last} times a divisor of {before[-1]}" if before else ""
+            first, *others = (hop.size for hop in nearest)
+            more = f", or {first} times a divisor of {others[0]}" if others else ""
             raise GShardError(
                 f"a shard group of {axes} devices cannot be split into sub-groups of {n}. Give a "
-                f"divisor of {last}{more}."
+                f"divisor of {first}{more}."
             )
         return sorted(across, key=lambda hop: -self.shard.index(hop.axis)), within
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -39,6 +40,7 @@ class Nodes:
 
     axes: tuple[tuple[str, int], ...]
     of_device: tuple[int, ...]
+    _shares: dict[Any, Fraction] = field(default_factory=dict, init=False, repr=False)
 
     @functools.cached_property
     def count(self) -> int:
@@ -63,20 +65,30 @@ class Nodes:
         by_size: dict[int, list[Sequence[int]]] = {}
         for group in every:
             by_size.setdefault(len(group), []).append(group)
-        nodes, devices = np.unique(self.of_device, return_inverse=True)
-        sent = [Fraction(0)] * len(nodes)
-        for size, rows in by_size.items():
-            for node, count in enumerate(_links(kind, devices[np.asarray(rows)], len(nodes))):
-                sent[node] += int(count) * _factor(kind, size)
-        sizes = np.bincount(devices).tolist()
-        return max(x / size for x, size in zip(sent, sizes, strict=True))
+        devices = np.unique(self.of_device, return_inverse=True)[1]
+        found = [_links(kind, devices[np.asarray(rows)], self.count) for rows in by_size.values()]
+        factors = [_factor(kind, size) for size in by_size]
+        # Fractions are slow, and few nodes differ.
+        unlike = set(zip(np.bincount(devices).tolist(), *(x.tolist() for x in found), strict=True))
+        return max(
+            sum((int(n) * factor for n, factor in zip(links, factors, strict=True)), Fraction(0))
+            / size
+            for size, *links in unlike
+        )
 
-    @functools.cache  # noqa: B019 (few plans have several nodes, and few kinds and axes)
     def network_share_over(
         self, kind: str, axes: tuple[str, ...], parts: tuple[tuple[int, ...], ...] | None = None
     ) -> Fraction:
         """`network_share` of a collective over some axes; `parts` are groups of their indices."""
-        if self.count == 1:
+        key = kind, axes, parts
+        if key not in self._shares:
+            self._shares[key] = self._share_over(*key)
+        return self._shares[key]
+
+    def _share_over(
+        self, kind: str, axes: tuple[str, ...], parts: tuple[tuple[int, ...], ...] | None
+    ) -> Fraction:
+        if parts == ():  # a permute that sends nothing
             return Fraction(0)
         names, sizes = zip(*self.axes, strict=True)
         ids = np.arange(len(self.of_device)).reshape(sizes)

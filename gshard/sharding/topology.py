@@ -105,7 +105,10 @@ def arrange(
 
 
 def _taken(count: int, sizes: Sequence[int]) -> list[int] | None:
-    """Factors of dimensions whose product is the count, from the first on; None if none is."""
+    """Returns a divisor of each size, large for the first, so that their product is the count.
+
+    None if the sizes do not have such divisors.
+    """
     found = []
     for size in sizes:
         found.append(math.gcd(count, size))

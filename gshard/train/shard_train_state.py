@@ -161,8 +161,9 @@ def shard_train_state(
         (docs/offload.md says what stays).
       indivisible: what happens to a large array none of whose dimensions is a multiple of the shard
         group: `"pad"` stores it with padding, `"replicate"` leaves it replicated.
-      shard_axes: mesh axes to shard over; by default the one named `"shard"`, and where there is
-        none all but the replica axes. Remaining axes are your own (tensor parallelism).
+      shard_axes: mesh axes to shard over, major to minor; by default those that `make_mesh` names
+        (`"shard"`, `"shard_x"`, ...), and where there is none all but the replica axes, with those
+        across nodes last. Remaining axes are your own (tensor parallelism).
       replica_axes: mesh axes to replicate over; by default the one named `"replica"`, if any.
       broadcast_from: the rank of a process, usually 0, whose values all processes take where they
         differ, of the state or of `init_args`; as in PyTorch's DDP. None: a difference is an error.

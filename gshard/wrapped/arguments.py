@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean, some
 from gshard._util.validation import names_of, shown
 from gshard.sharding.mesh import data_group, devices_of, make_mesh
+from gshard.sharding.topology import SHARD
 from gshard.wrapped.wrapped_model import Wrapped
 
 _HIDDEN = ("cls", "unknown")  # arguments of `__new__` that a user does not pass
@@ -94,7 +95,8 @@ def mesh_of(
             "Their devices must be at equal distances, as in [0, 1] and [0, 2]; or pass "
             "group=gshard.make_mesh(replica=2), dp_group='replica'."
         )
-    return make_mesh(replica=len(copies), devices=[every[i] for i in flat]), None
+    shape = {SHARD: len(shard)}  # given, so that a TPU torus does not change the replicas
+    return make_mesh(shape, replica=len(copies), devices=[every[i] for i in flat]), None
 
 
 def refuse_unknown(kind: type, unknown: Iterable[str], instead: Mapping[str, str]) -> None:

@@ -77,7 +77,8 @@ def test_copies_suit_the_hosts():
 def test_the_slower_link_decides_how_long_sending_takes():
     chip, tpu = H100.chip, parse_target("tpu-v5e:4x4")
     assert seconds_to_send(H100, 10**9) == 1e9 / chip.link
-    assert seconds_to_send(H100, 10**9, 10**8) == max(1e9 / chip.link, 1e8 / chip.network)
+    assert seconds_to_send(H100, 10**9, 10**7) == 99e7 / chip.link
+    assert seconds_to_send(H100, 10**9, 10**8) == max(9e8 / chip.link, 1e8 / chip.network)
     assert seconds_to_send(H100, 10**9, 10**9) == 1e9 / chip.network
     assert seconds_to_send(tpu, 10**9) == 1e9 / (2 * tpu.chip.link)  # both ways along an axis
     assert seconds_to_send(H100, 10**9, 10**8, MEASURED) == 1e9 / MEASURED.link

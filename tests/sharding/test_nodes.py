@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import weakref
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -14,7 +16,10 @@ import optax
 import pytest
 
 import gshard
+from gshard.analysis.forecast import abstract_mesh
 from gshard.analysis.hlo import read_program
+from gshard.analysis.memory.footprint import exchanges_of
+from gshard.analysis.memory.opening import program_of
 from gshard.cli.main import main
 from gshard.sharding.nodes import Nodes, nodes_of
 from gshard.sharding.topology import node_of
@@ -66,12 +71,28 @@ def test_a_permute_sends_its_payload_over_each_link():
     assert nodes.network_share("send", None) == 1
 
 
-def test_a_flat_all_to_all_sends_seven_times_what_a_ring_does():
+def test_a_flat_all_to_all_sends_almost_eight_times_what_a_ring_does():
     """ZeRO++, section 4.3: over 32 nodes of 8, the devices of a node share a ring's bytes."""
     nodes = Nodes((("shard", 256),), tuple(i // 8 for i in range(256)))
     ring = nodes.network_share_over("reduce-scatter", ("shard",))
     assert ring == Fraction(255, 256) / 8
     assert nodes.network_share_over("all-to-all", ("shard",)) == Fraction(248, 256)
+
+
+@pytest.mark.parametrize("near", [2, 8])
+def test_a_permute_may_send_nothing(near):
+    nodes = Nodes((("a", 8),), tuple(i // near for i in range(8)))
+    assert nodes.network_share_over("collective-permute", ("a",), ()) == 0
+
+
+def test_what_is_known_of_nodes_goes_with_them():
+    """A cache of the program would keep the nodes of every budget of a large machine."""
+    nodes = nodes_of(gshard.make_mesh(), 4)
+    nodes.network_share_over("all-gather", ("shard",))
+    gone = weakref.ref(nodes)
+    del nodes
+    gc.collect()
+    assert gone() is None
 
 
 def test_jax_says_which_devices_share_links():
@@ -158,6 +179,21 @@ def test_sub_groups_of_a_node_gather_over_the_network_once():
         assert found.network_bytes("all-gather") <= gathers.network_bytes
     # Of each array b: twice 7/8 b over a link of four cards; b/8 a device; twice 3/8 b over four.
     assert network[4] == network[True] * 2 // 7 < network[2] == network[True] * 3 // 7
+
+
+def test_a_scalar_between_nodes_is_sent():
+    """Less than a byte is not nothing: the model of time counts a round of messages."""
+    mesh = abstract_mesh(256)
+
+    def total(x):
+        return jax.lax.psum(x.sum(), "shard")
+
+    mapped = jax.shard_map(total, mesh=mesh, in_specs=jax.P("shard"), out_specs=jax.P())
+    closed = jax.make_jaxpr(mapped)(jax.ShapeDtypeStruct((256,), np.float32))
+    traced = program_of(closed, [None], True, "gpu")
+    for near, sent in ((8, 1), (256, 0)):
+        (row,) = exchanges_of(traced, nodes_of(mesh, near), wide=False)
+        assert row.scalar and row.network_bytes == sent
 
 
 def test_a_plan_of_several_nodes_says_what_they_exchange(capsys):

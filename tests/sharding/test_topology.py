@@ -12,9 +12,11 @@ import optax
 import pytest
 
 import gshard
+from gshard.sharding import mesh as mesh_module
 from gshard.sharding import nodes, topology
-from gshard.sharding.mesh import data_group
+from gshard.sharding.mesh import data_group, new_group
 from gshard.sharding.topology import arrange, by_node
+from gshard.wrapped.arguments import mesh_of
 from tests.tiers import quick
 
 
@@ -107,6 +109,26 @@ def test_the_mesh_and_its_shard_axes_follow_the_nodes(two_nodes):
     assert ([x.axis for x in across], [x.axis for x in within]) == (["host", "a"], ["b"])
     given = data_group(mesh, ("host", "a", "b"))
     assert given.shard == ("host", "a", "b") and given.across_nodes == 0
+
+
+def test_an_error_names_sub_groups_that_exist(two_nodes):
+    group = data_group(gshard.make_mesh({"host": 2, "a": 3}, devices=new_group([0, 2, 4, 1, 3, 5])))
+    assert group.shard == ("a", "host")
+    with pytest.raises(gshard.GShardError, match="Give a divisor of 3, or 3 times a divisor of 2"):
+        group.sub_group(2)
+
+
+@pytest.mark.parametrize("axis", ["shard", "shard_slice", "shard_x"])
+def test_own_axes_have_names_of_their_own(axis):
+    with pytest.raises(gshard.GShardError, match=f"extra= has an axis '{axis}'.*another"):
+        gshard.make_mesh(extra={axis: 2})
+
+
+def test_groups_of_devices_that_a_user_names_keep_them(monkeypatch):
+    """On a torus too, where `make_mesh` would choose the replicas."""
+    monkeypatch.setattr(mesh_module, "arrange", lambda *_: pytest.fail("arranged"))
+    mesh, _ = mesh_of(new_group([0, 2]), new_group([0, 5]))
+    assert [[x.id for x in row] for row in mesh.devices] == [[0, 2], [5, 7]]
 
 
 def loss_fn(params, x):

@@ -168,8 +168,8 @@ def wire_traffic(text: str | None, nodes: Nodes) -> dict[str, dict[str, int | No
     """Bytes that one device sends in one step by the ring algorithms, by kind of collective.
 
     `asynchronous_bytes` are those that overlap with computation, `network_bytes` those that go to
-    other nodes. None for a kind with a collective in a loop of unknown length. Without a program
-    nothing is known of any kind.
+    other nodes. None for a kind with a collective in a loop of unknown length. No kinds without a
+    program.
     """
     every = read_program(text).collectives if text else ()
     found = [x for x in every if x.group_size > 1]

@@ -41,7 +41,7 @@ _PARTS = ("dynamic_slice", "slice", "gather", *RESHAPED)  # read only what they 
 class Exchange:
     """The collectives of one kind, dtype and group size in a step, on one device.
 
-    Those of one row send the same share of what they send to other nodes.
+    All of them send the same share of their payload to other nodes.
 
     Attributes:
       kind: HLO's name, such as `reduce-scatter`.
@@ -122,7 +122,7 @@ def exchanges_of(program: TracedProgram, nodes: Nodes, wide: bool) -> tuple[Exch
     found = []
     for key, (count, elements, payload) in sorted(rows.items(), key=lambda row: -row[1][2]):
         kind, dtype, group, scalar, share = key
-        wire, network = _wire(kind, group, payload), int(share * payload)
+        wire, network = _wire(kind, group, payload), math.ceil(share * payload)
         found.append(Exchange(kind, dtype, group, scalar, count, elements, payload, wire, network))
     return tuple(found)
 
