@@ -61,7 +61,7 @@ def advice_text(
     parts.append(
         (
             "Times are relative to the first option. They are estimates, meant for ranking, and "
-            "their order was not compared with runs on GPUs and TPUs."
+            "their order was compared with runs on one GPU, and not on several or on TPUs."
             if measured is None
             else "Times are estimates, based on the rates in the calibration."
         )
