@@ -343,7 +343,7 @@ class Checkpointer:
                 self._local.forget(lambda own: own > found.step)
             newest = max(steps_everywhere(self._store), default=None)
             if found.step == newest and found.source == str(self._store):
-                self._writer.has_restored(newest, found.metadata, found.data_state)
+                self._writer.has_restored(found.step, found.metadata, found.data_state)
             self._rhythm.start_again()
             forget_checks(plan)
             events.restored(found.step, time.monotonic() - began)

@@ -193,7 +193,7 @@ def cluster(seconds: float) -> list[Check]:
         fix = "set GSHARD_COORDINATOR, GSHARD_NUM_PROCESSES and GSHARD_PROCESS_ID, or none of them"
         return [Check("job", "fail", str(error), fix)]
     rank, count = position.process_id, position.num_processes
-    if count is None:
+    if rank is None or count is None:
         return [_detected(os.environ)]
     found = [Check("job", "ok", f"rank {rank} of {count}, by GSHARD_* variables")]
     if count > 1:
