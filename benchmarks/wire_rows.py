@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.llama import Sizes
-from benchmarks.wire import compiled
+from benchmarks.wire import compiled, total
 from gshard._util.errors import GShardError
 from gshard.analysis.aot.target import parse_target
 
@@ -33,7 +33,7 @@ AMOUNTS = {"sent": False, "between nodes": False, "overlapped": True, "peak": Fa
 def amounts_of(program: dict[str, Any]) -> dict[str, int]:
     """Bytes of one device that a row keeps, of a program that `benchmarks.wire` has compiled."""
     return {
-        "sent": sum(program["wire_bytes"].values()),
+        "sent": total(program),
         "between nodes": sum(program["network_bytes"].values()),
         "overlapped": sum(program["asynchronous_bytes"].values()),
         "peak": program["memory_bytes"]["peak_memory"],

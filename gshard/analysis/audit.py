@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import re
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError
 from gshard.analysis.audit_report import Audit, CollectiveRow, sum_known
 from gshard.analysis.hlo import Array, Collective, read_program
 from gshard.sharding.budget import Budget
-from gshard.sharding.nodes import Nodes, nodes_of
+from gshard.sharding.nodes import Nodes, groups_along, nodes_of
 from gshard.sharding.plan import Plan
 
 _SCOPE = re.compile(r"\bgshard/(\w+)")
@@ -164,12 +162,9 @@ def _axes(collective: Collective, mesh: Mesh | AbstractMesh | None) -> tuple[str
     if collective.groups is None:
         return tuple(names[i] for i in wide)
     groups = {frozenset(group) for group in collective.groups}
-    ids = np.arange(mesh.size).reshape(sizes)
     subsets = (itertools.combinations(wide, many) for many in range(len(wide) + 1))
     for chosen in itertools.chain.from_iterable(subsets):
-        members = math.prod(sizes[i] for i in chosen)
-        rows = np.moveaxis(ids, chosen, range(-len(chosen), 0)).reshape(-1, members)
-        if {frozenset(row) for row in rows.tolist()} == groups:
+        if {frozenset(row) for row in groups_along(sizes, chosen).tolist()} == groups:
             return tuple(names[i] for i in chosen)
     return None
 

@@ -12,6 +12,7 @@ nodes, next to a reduce-scatter.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -91,9 +92,7 @@ class Nodes:
         if parts == ():  # a permute that sends nothing
             return Fraction(0)
         names, sizes = zip(*self.axes, strict=True)
-        ids = np.arange(len(self.of_device)).reshape(sizes)
-        ids = np.moveaxis(ids, [names.index(a) for a in axes], range(-len(axes), 0))
-        rows = ids.reshape(-1, int(np.prod([dict(self.axes)[a] for a in axes])))
+        rows = groups_along(sizes, [names.index(a) for a in axes])
         if parts is not None:
             rows = rows[:, np.array(parts)].reshape(-1, len(parts[0]))
         return self.network_share(kind, rows)
@@ -112,11 +111,24 @@ def _links(kind: str, nodes: np.ndarray, count: int) -> np.ndarray:
 
 def _factor(kind: str, size: int) -> Fraction:
     """The share of the payload that goes over one link, in a group of so many devices."""
+    return Fraction(1, size) if kind in _TO_EACH else sent_share(kind, size)
+
+
+def sent_share(kind: str, size: int) -> Fraction:
+    """Returns what a device sends for every byte of a collective's payload.
+
+    By the ring algorithms, in groups of g devices: (g-1)/g in an all-gather, a reduce-scatter and
+    an all-to-all, twice that in an all-reduce, and 1 in a permute, a broadcast and a send.
+    """
     if kind in _ONCE:
         return Fraction(1)
-    if kind in _TO_EACH:
-        return Fraction(1, size)
     return Fraction((2 if kind == "all-reduce" else 1) * (size - 1), size)
+
+
+def groups_along(sizes: Sequence[int], dims: Sequence[int]) -> np.ndarray:
+    """Returns the groups of devices along dimensions of a mesh, a row each, by flat position."""
+    ids = np.moveaxis(np.arange(math.prod(sizes)).reshape(sizes), dims, range(-len(dims), 0))
+    return ids.reshape(-1, math.prod(sizes[i] for i in dims))
 
 
 def nodes_of(mesh: Mesh | AbstractMesh, devices_per_node: int | None = None) -> Nodes:

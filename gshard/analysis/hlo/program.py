@@ -20,7 +20,7 @@ from gshard.analysis.hlo.parser import (
     split_top_level,
 )
 from gshard.analysis.hlo.trip_count import Frame, trip_count
-from gshard.sharding.nodes import Nodes
+from gshard.sharding.nodes import Nodes, sent_share
 
 KINDS = (
     "all-gather",
@@ -103,17 +103,13 @@ class Collective:
 
     @property
     def wire_bytes(self) -> int | None:
-        """The bytes that one device sends per run of the program, by the ring algorithms.
+        """The bytes that one device sends per run of the program (`sent_share`).
 
-        With payload b and groups of g: all-gather, reduce-scatter and all-to-all b(g-1)/g,
-        all-reduce twice that, permute, broadcast and send b. None when `times` is.
+        None when `times` is.
         """
         if self.times is None:
             return None
-        if self.kind in ("collective-permute", "collective-broadcast", "send"):
-            return self.times * self.payload_bytes
-        hops = 2 if self.kind == "all-reduce" else 1
-        return self.times * hops * self.payload_bytes * (self.group_size - 1) // self.group_size
+        return int(self.times * self.payload_bytes * sent_share(self.kind, self.group_size))
 
     def network_bytes(self, nodes: Nodes) -> int | None:
         """How many bytes a device sends to other nodes per run: the mean over a node's devices."""

@@ -30,7 +30,7 @@ from gshard.analysis.memory.program import (
     Op,
     TracedProgram,
 )
-from gshard.sharding.nodes import Nodes, nodes_of
+from gshard.sharding.nodes import Nodes, nodes_of, sent_share
 from gshard.sharding.plan import Plan
 from gshard.train.train_step import TrainStep
 
@@ -122,7 +122,7 @@ def exchanges_of(program: TracedProgram, nodes: Nodes, wide: bool) -> tuple[Exch
     found = []
     for key, (count, elements, payload) in sorted(rows.items(), key=lambda row: -row[1][2]):
         kind, dtype, group, scalar, share = key
-        wire, network = _wire(kind, group, payload), math.ceil(share * payload)
+        wire, network = int(sent_share(kind, group) * payload), math.ceil(share * payload)
         found.append(Exchange(kind, dtype, group, scalar, count, elements, payload, wire, network))
     return tuple(found)
 
@@ -149,12 +149,6 @@ def _group_of(op: Op, nodes: Nodes) -> tuple[int, Fraction]:
     if parts is not None:
         parts = tuple(map(tuple, parts))
     return group, nodes.network_share_over(COLLECTIVES[op.name], names, parts)
-
-
-def _wire(kind: str, group: int, payload: int) -> int:
-    if kind in ("collective-permute", "collective-broadcast"):
-        return payload
-    return (2 if kind == "all-reduce" else 1) * payload * (group - 1) // group
 
 
 PLATFORMS = ("cpu", "gpu", "tpu")
