@@ -33,6 +33,7 @@ from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import all_gather_updated
+from gshard.train.optim.owned_chains import Chain, OwnedGroup, chains_of, groups_of, in_waves
 
 # Layouts that the user sets, which XLA has to see.
 _LAYOUT_PRIMITIVES = ("sharding_constraint", "shard_map", "reshard")
@@ -177,6 +178,31 @@ class GatheredUpdate:
         for step in self._steps:
             if step.replicated or step.branches or step.has_product:
                 step.ins = [copies.get(i, i) for i in step.ins]
+        self.owned: list[OwnedGroup] = self._find_owned() if self._plan.group.size > 1 else []
+
+    def _find_owned(self) -> list[OwnedGroup]:
+        """Returns the groups of equal chains, which are not gathered but sent to owners."""
+        traced, steps, literals = self._traced, self._steps, self._traced.literals
+        chains = chains_of(steps, self.sources, set(literals), self._outputs)
+        known = {*traced.inputs, *traced.consts, *literals}
+        needed = {i for step in steps if step.branches for i in step.ins}
+
+        def program(chain: Chain) -> Callable[..., list[Any]]:
+            def run(*arrays: Any) -> list[Any]:
+                values = dict(zip((*chain.copies, *chain.given), arrays, strict=True)) | literals
+                for step in chain.steps:
+                    step.run(values)
+                return [values[i] for i in chain.results]
+
+            return run
+
+        return groups_of(
+            in_waves(chains, steps, self.sources, known),
+            program,
+            traced.avals,
+            lambda i: self._layout(i, self._dims[i]),
+            lambda i: self._layout(i, None if i in needed else self._ends.get(i)),
+        )
 
     def _find_wanted(self, known: set[int]) -> set[int]:
         """Follows the sharded dimensions, given the gathered values; returns what else to gather.
@@ -256,16 +282,33 @@ class GatheredUpdate:
         """Runs the update on arguments in the global view."""
         inputs = zip(self._traced.inputs, args, strict=True)
         values = {**self._traced.literals, **self._traced.consts, **dict(inputs)}
-        rest, waiting, ends = self._steps, list(self.sources), []
-        while rest:
+        owned, ends = list(self.owned), []
+        of_owners = [chain for group in owned for chain in group.chains]
+        waiting = sorted(set(self.sources).difference(*(chain.copies for chain in of_owners)))
+        elsewhere = {id(step) for chain in of_owners for step in chain.steps}
+        rest = [step for step in self._steps if id(step) not in elsewhere]
+        while rest or owned:
             later: list[TracedEquation] = []
             for step in rest:
                 if step.replicated or any(i not in values for i in step.ins):
                     later.append(step)
                 else:
                     step.run(values)
-            rest = self._run_replicated(later, values, waiting, ends)
+            group = next((x for x in owned if x.reads <= values.keys()), None)
+            if group is None:
+                rest = self._run_replicated(later, values, waiting, ends)
+            else:
+                owned.remove(group)
+                rest = later
+                self._run_owned(group, values, ends)
         return [values[i] for i in self._outputs]
+
+    def _run_owned(self, group: OwnedGroup, values: dict[int, Any], ends: list[Any]) -> None:
+        """Runs a group of equal chains; two are in progress at most."""
+        after = ends[-2] if ends[:-1] and self.in_order else None
+        found = group(values, self._plan, after)
+        ends.append(list(found.values()))
+        values.update(found)
 
     def _run_replicated(
         self,
