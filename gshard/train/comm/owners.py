@@ -7,6 +7,8 @@ among them, too, where the number of items allows it.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -68,8 +70,12 @@ def in_items(x: jax.Array, dims: tuple[int, ...]) -> jax.Array:
 
 
 def from_items(x: jax.Array, dims: tuple[int, ...], counts: tuple[int, ...]) -> jax.Array:
-    """Undoes `in_items`, for a stack with `counts` entries along `dims`."""
-    if not dims:
-        return x[0]
-    rest = (n for d, n in enumerate(x.shape[1:]) if d not in dims)
-    return jnp.moveaxis(x.reshape(*counts, *rest), range(len(dims)), dims)
+    """Undoes `in_items`, for a stack with `counts` entries along `dims`.
+
+    Entries that share a dimension, also with what an item has there, follow the first split.
+    """
+    item, many = x.shape[1:], len(dims)
+    axes = [[*(i for i in range(many) if dims[i] == d), many + d] for d in range(len(item))]
+    parts = x.reshape(*counts, *item)
+    sizes = (math.prod(parts.shape[i] for i in of_dim) for of_dim in axes)
+    return parts.transpose([i for of_dim in axes for i in of_dim]).reshape(tuple(sizes))

@@ -16,14 +16,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gshard._util.errors import GShardError
-from gshard._util.jaxpr import evaluate
+from gshard._util.jaxpr import evaluate, product_flops
 from gshard._util.jaxpr_text import exact_text
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
@@ -32,23 +32,12 @@ from gshard.train.comm.owners import from_items, from_owners, in_items, own_item
 from gshard.train.global_loss.decide import placements_of
 from gshard.train.global_loss.evaluator import GlobalEvaluator
 from gshard.train.global_loss.placement import REPLICATED, sharded
-
-
-class Equation(Protocol):
-    """What this module uses of an equation of a traced update."""
-
-    ins: list[int]
-    outs: list[int]
-    replicated: bool
-
-    def run(self, values: dict[int, Any]) -> None:
-        """Evaluates the equation and adds its results to `values`."""
-        ...
+from gshard.train.optim.traced_update import TracedEquation
 
 
 @dataclass
 class Chain:
-    """Equations between gathered operands and the results that are read elsewhere.
+    """TracedEquations between gathered operands and the results that are read elsewhere.
 
     Attributes:
       steps: the equations.
@@ -58,7 +47,7 @@ class Chain:
       results: values that other equations read, or outputs of the update.
     """
 
-    steps: list[Equation] = field(default_factory=list)
+    steps: list[TracedEquation] = field(default_factory=list)
     copies: list[int] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
     given: list[int] = field(default_factory=list)
@@ -83,45 +72,60 @@ class Item:
 
 
 def chains_of(
-    steps: Sequence[Equation], sources: Mapping[int, int], known: set[int], outputs: Sequence[int]
+    steps: Sequence[TracedEquation],
+    sources: Mapping[int, int],
+    known: set[int],
+    outputs: Sequence[int],
 ) -> list[Chain]:
     """Returns the connected parts of the equations that run on gathered operands.
 
-    `sources` gives for every gathered copy the value that it is gathered from, and `known` are
-    values that are written into the program. A copy that is read elsewhere, too, has to be gathered
-    anyway: its chain is left out.
+    Where a gathered operand is computed from a result of the same part, that is two chains, one
+    after the other.
+
+    Args:
+      steps: the equations of an update, in order.
+      sources: for every gathered copy the value that it is gathered from.
+      known: values that are written into the program.
+      outputs: results of the update.
     """
     own = [step for step in steps if step.replicated]
     made = {i for step in own for i in step.outs}
-    part_of: dict[int, int] = {}  # for a value another value of its part, or itself
+    rank: dict[int, int] = {}  # how many chains a value comes after
+    part_of: dict[Any, Any] = {}  # for a value of a rank another one of its part, or itself
 
-    def find(i: int) -> int:
-        while part_of.setdefault(i, i) != i:
-            part_of[i] = i = part_of[part_of[i]]
-        return i
+    def find(x: Any) -> Any:
+        while part_of.setdefault(x, x) != x:
+            part_of[x] = x = part_of[part_of[x]]
+        return x
 
+    for step in steps:
+        before = ((sources.get(i, i), not step.replicated and i in made) for i in step.ins)
+        now = max((rank.get(i, 0) + leaves for i, leaves in before), default=0)
+        rank.update(dict.fromkeys(step.outs, now))
+        for i in step.ins if step.replicated else ():
+            if i in sources or (i in made and rank[i] == now):
+                part_of[find((i, now))] = find((step.outs[0], now))
+        for i in step.outs if step.replicated else ():
+            part_of[find((i, now))] = find((step.outs[0], now))
+    chains: dict[Any, Chain] = {}
     for step in own:
-        inside = [i for i in (*step.outs, *step.ins) if i in made or i in sources]
-        for i in inside[1:]:
-            part_of[find(i)] = find(inside[0])
-    elsewhere = {i for step in steps if not step.replicated for i in step.ins}.union(outputs)
-    chains: dict[int, Chain] = {}
-    for step in own:
-        chain = chains.setdefault(find(step.outs[0]), Chain())
-        chain.steps.append(step)
-        for i in step.ins:
-            of = chain.copies if i in sources else chain.given
-            if i not in of and i not in made and i not in known:
-                of.append(i)
-        chain.results += [i for i in step.outs if i in elsewhere]
+        chains.setdefault(find((step.outs[0], rank[step.outs[0]])), Chain()).steps.append(step)
     for chain in chains.values():
+        inside = {i for step in chain.steps for i in step.outs}
+        reads = dict.fromkeys(i for step in chain.steps for i in step.ins if i not in inside)
+        chain.copies = [i for i in reads if i in sources]
         chain.sources = [sources[i] for i in chain.copies]
+        chain.given = [i for i in reads if i not in sources and i not in known]
+    elsewhere = {i for step in steps if not step.replicated for i in step.ins}.union(outputs)
+    elsewhere.update(*(chain.given for chain in chains.values()))
+    for chain in chains.values():
+        chain.results = [i for step in chain.steps for i in step.outs if i in elsewhere]
     return [x for x in chains.values() if x.results and elsewhere.isdisjoint(x.copies)]
 
 
 def in_waves(
     chains: Sequence[Chain],
-    steps: Sequence[Equation],
+    steps: Sequence[TracedEquation],
     sources: Mapping[int, int],
     known: set[int],
 ) -> list[list[Chain]]:
@@ -232,6 +236,25 @@ class OwnedGroup:
     def items(self) -> int:
         """How many items all chains have."""
         return len(self.chains) * math.prod(self.item.counts)
+
+    @property
+    def flops(self) -> int:
+        """FLOP of matrix products that each device computes."""
+        return self._own * sum(map(product_flops, self.item.closed.jaxpr.eqns))
+
+    @property
+    def sent(self) -> int:
+        """Elements that all-to-alls send, per device and once for each axis."""
+        group, many = self.operands[0].group, math.prod(self.item.counts)
+        moved = [
+            x.stored_size // many for x in (*self.operands, *self.results) if x.dim is not None
+        ]
+        return self._own * sum(moved) * len(group.hops)
+
+    @property
+    def _own(self) -> int:
+        """How many items every device owns."""
+        return -(-self.items // (self.operands[0].group.size * self.replicas))
 
     @property
     def reads(self) -> set[int]:
