@@ -163,7 +163,7 @@ class GatheredUpdate:
         return wanted
 
     def _dims_of(self, step: TracedEquation) -> list[Dim]:
-        return [None if i in self._gathered else self._dims[i] for i in step.ins]
+        return [None if i in self._gathered else self._dims.get(i) for i in step.ins]
 
     def _operand_to_gather(self, step: TracedEquation, dims: Sequence[Dim]) -> int | None:
         """The operand that is enough to gather: a small factor of a matrix with sharded rows."""

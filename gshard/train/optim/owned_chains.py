@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,11 +117,40 @@ def chains_of(
         chain.copies = [i for i in reads if i in sources]
         chain.sources = [sources[i] for i in chain.copies]
         chain.given = [i for i in reads if i not in sources and i not in known]
-    elsewhere = {i for step in steps if not step.replicated for i in step.ins}.union(outputs)
-    elsewhere.update(*(chain.given for chain in chains.values()))
-    for chain in chains.values():
-        chain.results = [i for step in chain.steps for i in step.outs if i in elsewhere]
-    return [x for x in chains.values() if x.results and elsewhere.isdisjoint(x.copies)]
+    found = list(chains.values())
+    uses = Counter(outputs)
+    for step in steps:
+        uses.update(() if step.replicated else set(step.ins))
+    uses.update(i for chain in found for i in chain.given)
+    _add_what_follows(found, steps, uses, known)
+    for chain in found:
+        chain.results = [i for step in chain.steps for i in step.outs if uses[i]]
+    return [x for x in found if x.results and not any(uses[i] for i in x.copies)]
+
+
+def _add_what_follows(
+    chains: Sequence[Chain],
+    steps: Sequence[TracedEquation],
+    uses: Counter[int],
+    known: set[int],
+) -> None:
+    """Adds equations that read a chain's results alone, where it then has no more to send back.
+
+    Such as the sum that follows the last product of Newton-Schulz. `uses` counts who reads a value
+    outside of chains.
+    """
+    chain_of = {i: x for x in chains for step in x.steps for i in step.outs}
+    for step in steps:
+        read = {i for i in step.ins if i not in known}
+        of = {id(chain_of.get(i)): chain_of.get(i) for i in read}
+        (chain, *others) = of.values() or (None,)
+        if step.replicated or step.has_product or not step.can_be_mapped or others or not chain:
+            continue
+        left = sum(step.sizes[i] for i in read if uses[i] == 1)
+        if len(step.outs) == 1 and step.sizes[step.outs[0]] <= left:
+            chain.steps.append(step)
+            uses.subtract(read)
+            chain_of[step.outs[0]] = chain
 
 
 def in_waves(

@@ -29,6 +29,12 @@ class TracedEquation:
     replicated: bool = False  # runs on gathered values, on every device
     branches: Sequence[Callable[[Sequence[Any]], Any]] = ()  # replace those of a `cond`
 
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Elements of the operands and results."""
+        variables = zip((*self.ins, *self.outs), (*self.eqn.invars, *self.eqn.outvars), strict=True)
+        return {i: v.aval.size for i, v in variables}
+
     def run(self, values: dict[int, Any]) -> None:
         """Evaluates the equation and adds its results to `values`."""
         given = [values[i] for i in self.ins]
