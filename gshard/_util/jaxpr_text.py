@@ -11,7 +11,7 @@ import enum
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -56,8 +56,12 @@ def _exactly(x: Any) -> str:
     if isinstance(x, jax.Array) and (isinstance(x, core.Tracer) or not x.is_fully_addressable):
         return f"{x.aval.str_short()} {id(x)}"
     text = plain(x)
-    opaque = text == type(x).__name__
-    return f"{text} {hash(x) if isinstance(x, Hashable) else id(x)}" if opaque else text
+    if text != type(x).__name__:
+        return text
+    try:
+        return f"{text} {hash(x)}"
+    except TypeError:
+        return f"{text} {id(x)}"
 
 
 class _Program:

@@ -200,7 +200,8 @@ class GatheredUpdate:
         chains = chains_of(self._steps, self.sources, set(self._traced.literals), self._outputs)
         for step in self._steps:
             if step.branches:
-                found.append(max((x.products() for x in step.branches), key=lambda x: x.one_device))
+                branches = (x.products() for x in step.branches if isinstance(x, GatheredUpdate))
+                found.append(max(branches, key=lambda x: x.one_device))
             elif step.has_product:
                 count = product_flops(step.eqn)
                 sharded = any(dim is not None for dim in self._dims_of(step))
@@ -211,7 +212,9 @@ class GatheredUpdate:
         alone = [x for x in chains if id(x.steps[0]) not in shared]
         alone = [(self._name(x, paths), sum(product_flops(s.eqn) for s in x.steps)) for x in alone]
         return UpdateProducts(
-            *(sum(getattr(x, name) for x in found) for name in ("flops", "one_device", "sent")),
+            sum(x.flops for x in found),
+            sum(x.one_device for x in found),
+            sum(x.sent for x in found),
             tuple(alone),
         )
 

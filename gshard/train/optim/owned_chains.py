@@ -348,8 +348,8 @@ class OwnedGroup:
         else:
             found = jax.lax.map(compute, (own, full), batch_size=batch)
         out = [
-            self._sent_back(x, *about)
-            for x, *about in zip(found, self.results, item.result_dims, strict=True)
+            self._sent_back(x, layout, dims)
+            for x, layout, dims in zip(found, self.results, item.result_dims, strict=True)
         ]
         return [list(xs) for xs in zip(*out, strict=True)]
 
