@@ -137,13 +137,15 @@ def sent(audit, kind):
     ],
 )
 def test_an_update_is_that_of_one_device(name, mesh, level):
-    found, right, audit, plan = updated(OPTIMIZERS[name](), MESHES[mesh](), level)
+    new, right, audit, plan = updated(OPTIMIZERS[name](), MESHES[mesh](), level)
     for path, x in right.items():
-        np.testing.assert_allclose(found[path], x, atol=5e-6 * np.abs(x).max(), err_msg=path)
+        np.testing.assert_allclose(new[path], x, atol=5e-6 * np.abs(x).max(), err_msg=path)
     products = plan.update_products
-    # Of Shampoo XLA computes some products once that the update has twice.
-    assert audit.flops <= products.flops if name == "shampoo" else audit.flops == products.flops
-    assert sent(audit, A2A) == products.sent > 0
+    found, counted = (audit.flops, sent(audit, A2A)), (products.flops, products.sent)
+    if name == "shampoo":  # XLA computes and sends some things once that its chains have twice
+        assert 0 < found[0] <= counted[0] and 0 < found[1] <= counted[1]
+    else:
+        assert found == counted and products.sent > 0
 
 
 EQUAL = {f"w{i}": (12, 20) for i in range(11)}
