@@ -1,6 +1,7 @@
 """The collectives of parameters and gradients: all-gather, reduce-scatter, all-reduce.
 
-Those of a loss are in `examples`; no other module calls one.
+Those of a loss are in `examples`, and the all-to-alls of quantized gradients in `quantized`; no
+other module calls one.
 
 All functions run inside a `shard_map` over the data axes. A shard group of several mesh axes is
 gathered minor to major and scattered major to minor, one ring of a torus after the other; the other
@@ -33,25 +34,45 @@ from gshard.train.comm.buckets import (
     unpack,
     uses_gloo,
 )
+from gshard.train.comm.quantized import packed, scatter_quantized, unpacked
 
 
 def gather(shard: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Array:
     """All-gathers one leaf: from this device's shard to the full array of logical shape."""
     if layout.dim is None:
         return shard
-    return layout.unpad(_over_hops(shard, layout, layout.group.hops, purpose))
+    hops, local = layout.group.hops, layout.local()
+
+    def gathered(xs: list[jax.Array]) -> list[jax.Array]:
+        return [
+            unpacked(_all_gather(packed(x, local), hops, layout.dim), local, x.dtype) for x in xs
+        ]
+
+    return layout.unpad(_communicated(gathered, [shard], [layout], purpose)[0])
 
 
 def gather_across(shard: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
-    """Runs the first half of `gather`: to one shard of every sub-group of `n` devices, in order."""
-    return _over_hops(shard, layout, layout.group.sub_group(n)[0], purpose)
+    """Runs the first half of `gather`: to one shard of every sub-group of `n` devices, in order.
+
+    A quantized leaf stays packed, so that nobody rounds again what its owner has rounded.
+    """
+    hops = layout.group.sub_group(n)[0]
+
+    def gathered(xs: list[jax.Array]) -> list[jax.Array]:
+        return [_all_gather(packed(x, layout), hops, layout.dim) for x in xs]
+
+    return _communicated(gathered, [shard], [layout], purpose)[0]
 
 
 def gather_within(kept: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
     """Runs the second half of `gather`: from the result of `gather_across` to the full array."""
-    group, dim = layout.group, layout.dim or 0
+    group, dim, local = layout.group, layout.dim or 0, layout.local()
     across, within = group.sub_group(n)
-    full = _over_hops(kept, layout, within, purpose)
+
+    def gathered(xs: list[jax.Array]) -> list[jax.Array]:
+        return [unpacked(_all_gather(x, within, dim), local, layout.dtype) for x in xs]
+
+    full = _communicated(gathered, [kept], [layout], purpose)[0]
     # What the last hop has gathered is major. The parts of an axis that both halves gather are
     # ordered by sub-group, then within it.
     major = [(group.shard.index(hop.axis), hop in within, hop.size) for hop in across + within]
@@ -62,13 +83,6 @@ def gather_within(kept: jax.Array, layout: Layout, n: int, purpose: str = "gathe
     last = range(dim + len(major), parts.ndim)
     parts = parts.transpose(*range(dim), *(dim + i for i in order), *last)
     return layout.unpad(parts.reshape(full.shape))
-
-
-def _over_hops(shard: jax.Array, layout: Layout, hops: Sequence[Hop], purpose: str) -> jax.Array:
-    def gathered(xs: list[jax.Array]) -> list[jax.Array]:
-        return [_all_gather(x, hops, layout.dim) for x in xs]
-
-    return _communicated(gathered, [shard], [layout], purpose)[0]
 
 
 def gather_into(
@@ -97,12 +111,17 @@ def gather_into(
     return _communicated(layer_by_layer, [old, shard], [layout, layout], purpose)[0]
 
 
-def scatter(full: jax.Array, layout: Layout) -> jax.Array:
-    """Reduce-scatters one leaf: from the full array of logical shape to this device's shard."""
+def scatter(full: jax.Array, layout: Layout, seed: jax.Array | None = None) -> jax.Array:
+    """Reduce-scatters one leaf: from the full array of logical shape to this device's shard.
+
+    `seed`, a uint32 scalar, is that of stochastic rounding.
+    """
     if layout.dim is None:
         return full
 
     def sums(xs: list[jax.Array]) -> list[jax.Array]:
+        if layout.scattered_as is not None:
+            return scatter_quantized(xs, [layout], seed)
         return [_psum_scatter(x, layout.group, layout.dim) for x in xs]
 
     return _communicated(sums, [layout.pad(full)], [layout], "scatter")[0]
@@ -115,28 +134,37 @@ def gather_bucket(
     local = [layout.local() for layout in layouts]
     group = local[0].group
 
-    def packed(shards: list[jax.Array]) -> list[jax.Array]:
-        rows = [pack(x, layout, 1) for x, layout in zip(shards, local, strict=True)]
+    sent = [layout.packed(layout.gathered_as) for layout in local]
+
+    def gathered(shards: list[jax.Array]) -> list[jax.Array]:
+        codes = [packed(x, layout) for x, layout in zip(shards, local, strict=True)]
+        rows = [pack(x, layout, 1) for x, layout in zip(codes, sent, strict=True)]
         row = _all_gather(jnp.concatenate(rows, axis=1), group.hops, 0)
-        split = zip(split_packed(row, rows), local, strict=True)
-        return [layout.unpad(unpack(r, layout, group.size)) for r, layout in split]
+        split = zip(split_packed(row, rows), sent, strict=True)
+        full = [unpack(r, layout, group.size) for r, layout in split]
+        found = zip(full, local, shards, strict=True)
+        return [layout.unpad(unpacked(x, layout, shard.dtype)) for x, layout, shard in found]
 
-    return _communicated(packed, shards, layouts, purpose)
+    return _communicated(gathered, shards, layouts, purpose)
 
 
-def scatter_bucket(full: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
+def scatter_bucket(
+    full: Sequence[jax.Array], layouts: Sequence[Layout], seed: jax.Array | None = None
+) -> list[jax.Array]:
     """Reduce-scatters several sharded leaves of one dtype and group in one collective."""
     local = [layout.local() for layout in layouts]
     group = local[0].group
 
-    def packed(full: list[jax.Array]) -> list[jax.Array]:
+    def scattered(full: list[jax.Array]) -> list[jax.Array]:
         pairs = zip(full, local, strict=True)
+        if local[0].scattered_as is not None:
+            return scatter_quantized([x.pad(y) for y, x in pairs], local, seed)
         rows = [pack(layout.pad(x), layout, group.size) for x, layout in pairs]
         row = _psum_scatter(jnp.concatenate(rows, axis=1), group, 0)
         split = zip(split_packed(row, rows), local, strict=True)
         return [unpack(r, layout, 1) for r, layout in split]
 
-    return _communicated(packed, full, layouts, "scatter")
+    return _communicated(scattered, full, layouts, "scatter")
 
 
 def _communicated(
@@ -188,10 +216,14 @@ def group_index(axes: Sequence[str]) -> jax.Array:
 
 
 def scatter_leaves(
-    full: Sequence[jax.Array], layouts: Sequence[Layout], bucket_size: int
+    full: Sequence[jax.Array],
+    layouts: Sequence[Layout],
+    bucket_size: int,
+    seed: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Reduce-scatters many leaves in buckets; leaves with a replicated layout pass through."""
-    return map_in_buckets(full, layouts, bucket_size, scatter, scatter_bucket)
+    alone, several = partial(scatter, seed=seed), partial(scatter_bucket, seed=seed)
+    return map_in_buckets(full, layouts, bucket_size, alone, several)
 
 
 def all_gather_updated(
@@ -211,9 +243,9 @@ def all_gather_updated(
             out[i] = gather_into(into[i], shards[i], layout, purpose)
         else:
             rest.append(i)
-    alone, packed = partial(gather, purpose=purpose), partial(gather_bucket, purpose=purpose)
+    alone, several = partial(gather, purpose=purpose), partial(gather_bucket, purpose=purpose)
     chosen, layouts = [shards[i] for i in rest], [layouts[i] for i in rest]
-    found = map_in_buckets(chosen, layouts, bucket_size, alone, packed)
+    found = map_in_buckets(chosen, layouts, bucket_size, alone, several)
     for i, x in zip(rest, found, strict=True):
         out[i] = x
     return out
