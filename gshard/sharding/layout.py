@@ -139,9 +139,14 @@ class Layout:
         if self.dim == 0:
             raise GShardError(f"{self.path}: the scanned dimension 0 is sharded. Shard another.")
         dim = None if self.dim is None else self.dim - 1
-        return dataclasses.replace(
+        one = dataclasses.replace(
             self, shape=self.shape[1:], dim=dim, scan_dim=None, model_axes=self.model_axes[1:]
         )
+        for name in ("gathered_as", "scattered_as"):  # blocks along the stack do not exist in it
+            how = getattr(one, name)
+            if how is not None and how.dim < -len(one.shape):
+                one = dataclasses.replace(one, **{name: None})
+        return one
 
     def packed(self, how: Quantized | None) -> Layout:
         """Returns the layout of what a collective sends; `how` is one of the `_as` attributes."""

@@ -9,6 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.validation import shown
 
 LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 _SCALE_BYTES = 2  # a scale is bfloat16
@@ -53,3 +59,32 @@ class Quantized:
     def packed_size(self, shape: Sequence[int]) -> int:
         """Returns the bytes of an array once it is packed."""
         return math.prod(self.packed_shape(shape))
+
+
+def wire_dtype(value: Any, name: str) -> str | None:
+    """Checks a dtype that arrays are sent in; `name` is the argument. None: as they are.
+
+    Raises:
+      GShardError: it is not one of `LARGEST`.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and value.lower().replace("_", "") in ("fp8", "float8", "f8"):
+        raise GShardError(
+            f"{name}={value!r} may be one of two: 'float8_e4m3fn' (3 bits of mantissa, the usual "
+            "choice) or 'float8_e5m2' (2 bits, a wider range). Name one."
+        )
+    found = value
+    if not isinstance(value, str):
+        try:
+            found = jnp.dtype(value).name
+        except TypeError:
+            found = shown(value)
+    if found in LARGEST:
+        return found
+    choices = ", ".join(map(repr, LARGEST))
+    hint = did_you_mean(found, tuple(LARGEST))
+    raise GShardError(
+        f"{name}={shown(value)} is no dtype to send arrays in.{hint} Choose one of {choices}, or "
+        "None to send them as they are."
+    )
