@@ -6,8 +6,8 @@ Everything is compiled ahead of time, each program in a process of its own, on n
 is reported is read off the compiled programs: bytes that one device sends in one step by the ring
 algorithms, how much of that goes to other nodes and overlaps with computation, and the compiler's
 own account of memory.
-With --wire gshard's parameters and gradients are sent in these dtypes, over an axis of the nodes and
-one of the GPUs of each; theory and the baselines stay in bfloat16.
+With --wire gshard's parameters and gradients are sent in these dtypes, over an axis of the nodes
+and one of the GPUs of each; theory and the baselines stay in bfloat16.
 `theory` is the budget of gshard, with each leaf gathered no more often than this model needs. GB
 are 1e9 bytes. XLA_FLAGS are passed on, and noted in the JSON.
 """
@@ -131,8 +131,9 @@ def table(found: dict[str, Any]) -> Table:
     model = found["model"]
     sent = "".join(f", {name} {found[name]}" for name in ("wire", "reshard") if found[name])
     shown = Table(
-        title=f"{found['target']}, {found['level']}{sent}: {model['parameters'] / 1e9:.3f} B parameters, "
-        f"{model['layers']} layers, {found['devices']} devices; GB per device and step",
+        title=f"{found['target']}, {found['level']}{sent}: "
+        f"{model['parameters'] / 1e9:.3f} B parameters, {model['layers']} layers, "
+        f"{found['devices']} devices; GB per device and step",
         title_justify="left",
     )
     names = [*KINDS, "others", "total", "of theory", "between nodes", "overlapped"]

@@ -31,9 +31,7 @@ STACK = "layers"
 _USES = ("argument_size", "temp_size", "peak_memory")
 
 
-def sharded_state(
-    params: Any, mesh: Mesh, level: str, wire: str = ""
-) -> tuple[Any, gshard.Plan]:
+def sharded_state(params: Any, mesh: Mesh, level: str, wire: str = "") -> tuple[Any, gshard.Plan]:
     """An abstract AdamW state and its plan.
 
     At `p_g_os` parameters are stored in float32 and cast where they are used: gshard casts the

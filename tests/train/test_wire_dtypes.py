@@ -10,15 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import gshard
-from gshard.sharding.layout import Layout
-from gshard.sharding.level import parse_level
-from gshard.sharding.nodes import nodes_of
 from gshard.sharding.precision import Precision
 from gshard.sharding.quantized import LARGEST
-from gshard.sharding.wire import as_wire, with_wire
 from gshard.train.comm import quantized
 from tests.tiers import quick
 

@@ -119,12 +119,12 @@ def scatter(full: jax.Array, layout: Layout, seed: jax.Array | None = None) -> j
     if layout.dim is None:
         return full
 
-    def sums(xs: list[jax.Array]) -> list[jax.Array]:
+    def sums(xs: list[jax.Array], seed: jax.Array | None = None) -> list[jax.Array]:
         if layout.scattered_as is not None:
             return scatter_quantized(xs, [layout], seed)
         return [_psum_scatter(x, layout.group, layout.dim) for x in xs]
 
-    return _communicated(sums, [layout.pad(full)], [layout], "scatter")[0]
+    return _communicated(sums, [layout.pad(full)], [layout], "scatter", seed)[0]
 
 
 def gather_bucket(
@@ -140,10 +140,11 @@ def gather_bucket(
         codes = [packed(x, layout) for x, layout in zip(shards, local, strict=True)]
         rows = [pack(x, layout, 1) for x, layout in zip(codes, sent, strict=True)]
         row = _all_gather(jnp.concatenate(rows, axis=1), group.hops, 0)
-        split = zip(split_packed(row, rows), sent, strict=True)
-        full = [unpack(r, layout, group.size) for r, layout in split]
-        found = zip(full, local, shards, strict=True)
-        return [layout.unpad(unpacked(x, layout, shard.dtype)) for x, layout, shard in found]
+        split = zip(split_packed(row, rows), sent, local, shards, strict=True)
+        return [
+            layout.unpad(unpacked(unpack(r, bits, group.size), layout, x.dtype))
+            for r, bits, layout, x in split
+        ]
 
     return _communicated(gathered, shards, layouts, purpose)
 
@@ -155,7 +156,7 @@ def scatter_bucket(
     local = [layout.local() for layout in layouts]
     group = local[0].group
 
-    def scattered(full: list[jax.Array]) -> list[jax.Array]:
+    def scattered(full: list[jax.Array], seed: jax.Array | None = None) -> list[jax.Array]:
         pairs = zip(full, local, strict=True)
         if local[0].scattered_as is not None:
             return scatter_quantized([x.pad(y) for y, x in pairs], local, seed)
@@ -164,41 +165,44 @@ def scatter_bucket(
         split = zip(split_packed(row, rows), local, strict=True)
         return [unpack(r, layout, 1) for r, layout in split]
 
-    return _communicated(scattered, full, layouts, "scatter")
+    return _communicated(scattered, full, layouts, "scatter", seed)
 
 
 def _communicated(
-    fun: Callable[[list[jax.Array]], list[jax.Array]],
+    fun: Callable[..., list[jax.Array]],
     leaves: Sequence[jax.Array],
     layouts: Sequence[Layout],
     purpose: str,
+    seed: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Runs `fun(leaves)`, a collective of one group, under the name of its purpose in profiles."""
     specs = [layout.model_spec for layout in layouts]
     with jax.named_scope(f"gshard/{purpose}"):
-        return on_model_axes(fun, leaves, specs, layouts[0].group)
+        return on_model_axes(fun, leaves, specs, layouts[0].group, seed)
 
 
 def on_model_axes(
-    fun: Callable[[list[jax.Array]], list[jax.Array]],
+    fun: Callable[..., list[jax.Array]],
     leaves: Sequence[jax.Array],
     specs: Sequence[jax.P],
     group: Group,
+    seed: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """Calls `fun(leaves)` with the model-parallel axes manual too.
+    """Calls `fun(leaves)`, or `fun(leaves, seed)`, with the model-parallel axes manual too.
 
     `fun` maps arrays to as many arrays with the same sharding over these axes, which `specs` say;
     it sees the shapes of `Layout.local`.
     """
+    more = () if seed is None else (seed,)
     if not group.model_axes or not leaves:
-        return fun(list(leaves))
+        return fun(list(leaves), *more)
     return jax.shard_map(
         fun,
-        in_specs=(list(specs),),
+        in_specs=(list(specs), *(jax.P() for _ in more)),
         out_specs=list(specs),
         axis_names={name for name, _ in group.model_axes},
         check_vma=False,
-    )(list(leaves))
+    )(list(leaves), *more)
 
 
 def local_shard(full: jax.Array, layout: Layout) -> jax.Array:

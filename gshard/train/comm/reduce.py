@@ -157,7 +157,7 @@ def _sum_over_devices(
     size, ends = options.bucket_size, options.end_bucket_size
     late = [r if t.dim is None else r.replicated() for t, r in zip(targets, reduced, strict=True)]
 
-    def sums(grads: list[jax.Array]) -> list[jax.Array]:
+    def sums(grads: list[jax.Array], seed: jax.Array | None = None) -> list[jax.Array]:
         grads = scatter_leaves(grads, [layout.local() for layout in late], size, seed)
         for axes, of_shards in ((plan.group.axes, False), (plan.group.replica, True)):
             chosen = [i for i in order if (reduced[i].dim is not None) == of_shards]
@@ -166,4 +166,5 @@ def _sum_over_devices(
                 grads[i] = total
         return grads
 
-    return on_model_axes(sums, grads, [layout.model_spec for layout in reduced], plan.group)
+    specs = [layout.model_spec for layout in reduced]
+    return on_model_axes(sums, grads, specs, plan.group, seed)
