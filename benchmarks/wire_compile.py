@@ -25,6 +25,7 @@ from benchmarks.llama import Sizes, abstract_params, loss_of
 from gshard._util.version import versions
 from gshard.analysis.aot.child import Say, answer_request, wire_traffic
 from gshard.analysis.aot.target import Target, parse_target
+from gshard.sharding import nodes, topology
 from gshard.sharding.nodes import nodes_of
 
 STACK = "layers"
@@ -56,15 +57,19 @@ def sharded_state(params: Any, mesh: Mesh, level: str, wire: str = "") -> tuple[
         level,
         scan_axes={f"^{STACK}/": 0},
         precision=precision,
-        shard_axes=("local", "node") if "node" in mesh.axis_names else None,
     )
 
 
 def mesh_of(target: Target, wire: str) -> Mesh:
-    """Quantized gradients are scattered within a node first, so nodes have an axis of their own."""
+    """Quantized gradients are scattered within a node first, so nodes have an axis of their own.
+
+    JAX knows the node of a GPU, but not of one that is only described.
+    """
     devices = target.described_devices()
     if not wire or target.hosts == 1 or target.platform != "gpu":
         return gshard.make_mesh(devices=devices)
+    for module in (topology, nodes):
+        module.node_of = lambda device: device.id // target.devices_per_node
     sizes = {"node": target.hosts, "local": target.devices_per_node}
     return gshard.make_mesh(sizes, devices=devices)
 
