@@ -239,3 +239,18 @@ def test_a_stochastic_scatter_is_unbiased_and_known_by_its_seed():
         expected = term.astype(np.float64).sum(0)
         one, mean = np.abs(found[0] - expected).mean(), np.abs(found.mean(0) - expected).mean()
         assert mean < one / 4  # sqrt(60) is 7.7; nearest rounding would stay at one
+
+
+def test_devices_round_independently_of_each_other():
+    mesh = make_mesh({"a": 8})
+    place = layouts(mesh, "int4", stochastic=True)[0]
+    term = spread(place.shape, 3)
+
+    def total(x, seed):
+        return collectives.scatter(x, place, seed)
+
+    args = (term, jnp.uint32(1))
+    found = on_devices(mesh, total, args, (jax.P(), jax.P()), place.spec)
+    error = np.abs(place.unpad(np.asarray(found)) - 8 * term).mean()
+    one = np.abs(decoded(term, place.scattered_as, jnp.uint32(1)) - term).mean()
+    assert error < 0.6 * 8 * one  # sqrt(8) of them would be 0.35; if all round alike it is 1
