@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import gshard
 from gshard.sharding.precision import Precision
@@ -130,7 +132,9 @@ CAST = [
 def test_a_cast_parameter_is_sent_quantized_too(cast, n):
     def loss(p, b):
         def body(p, x):
-            return (x @ cast(p["out"])).astype(jnp.float32)
+            w = cast(p["out"])
+            assert w.dtype == jnp.bfloat16
+            return lax.dot(x.astype(jnp.bfloat16), w).astype(jnp.float32)
 
         return jnp.mean((jax.checkpoint(body)(p, b["x"]) + p["bias"] - b["y"]) ** 2)
 
@@ -142,6 +146,8 @@ def test_a_cast_parameter_is_sent_quantized_too(cast, n):
             (params, optax.sgd(1.0)), mesh_of({"a": 8}), "p_g_os", min_shard_size=200, wire=wire
         )
         step = gshard.make_train_step(loss, plan, reshard_after_forward=n)
+        products = re.findall(r"dot_general.*:(.*)->", step.lower(state, batch).as_text())
+        assert products and not any("xf32" in operands for operands in products)
         audit = gshard.audit(step, state, batch)
         assert audit.exceeded == ()
         sent = {row.dtype for row in audit.collectives if row.purpose == "gather"}

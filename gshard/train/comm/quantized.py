@@ -126,7 +126,9 @@ def _mixed(x: jax.Array) -> jax.Array:
 
 def fold(seed: jax.Array | None, *numbers: jax.Array | int | str) -> jax.Array | None:
     """Makes another seed of one, for each combination of numbers or names; None stays None."""
-    for number in numbers if seed is not None else ():
+    if seed is None:
+        return None
+    for number in numbers:
         of_name = zlib.crc32(number.encode()) if isinstance(number, str) else number
         seed = _mixed(seed + _mixed(jnp.asarray(of_name, jnp.uint32) + jnp.uint32(0x9E3779B9)))
     return seed

@@ -115,6 +115,14 @@ def test_stochastic_rounding_has_the_value_as_its_mean():
         assert abs((one * other).mean()) < 5e-3
 
 
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_the_largest_entry_of_a_block_has_a_code(dtype):
+    how = Quantized(dtype, -1, stochastic=True)
+    # a scale that is halfway to the next bfloat16 from below, which rounds down
+    x = np.full((4, 256), LARGEST[dtype] * (1 + 0.9 * 2.0**-9), np.float32)
+    assert (np.abs(decoded(x, how, jnp.uint32(1)) - x) <= 1.02).all()
+
+
 def layouts(mesh, dtype, stochastic=False):
     group, found = data_group(mesh), []
     for i, (shape, dim, block_dim) in enumerate(LEAVES):
