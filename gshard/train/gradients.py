@@ -25,9 +25,10 @@ from gshard.sharding.layout import all_replicated
 from gshard.sharding.mesh import refuse_other_context
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_abstract
-from gshard.train.comm.collectives import max_over_devices, mean_over_devices, reduce_scalar
+from gshard.train.comm.collectives import reduce_scalar
 from gshard.train.comm.loop_order import in_loop_order
 from gshard.train.comm.reduce import reduce, reduce_micro_batch, reduce_out_specs
+from gshard.train.comm.state import max_over_devices, mean_over_devices
 from gshard.train.global_loss.transfers import Transfer
 from gshard.train.loss import add_sums, reduce_sums
 from gshard.train.loss_reach import CheckedLoss

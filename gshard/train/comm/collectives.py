@@ -23,7 +23,6 @@ from jax import lax
 from gshard.sharding.layout import Layout
 from gshard.sharding.mesh import Group, Hop
 from gshard.train.comm.buckets import (
-    BUCKET_SIZE,
     LARGE_LAYER,
     assign_buckets,
     layer_size,
@@ -347,7 +346,7 @@ def reduce_scalar(x: jax.Array, axes: Sequence[str], by: str = "sum") -> jax.Arr
     with jax.named_scope("gshard/agree" if jnp.ndim(x) else "gshard/scalar"):
         if by == "sum":
             return lax.psum(x, tuple(axes))
-        return _extreme(x, tuple(axes), lax.pmax if by == "max" else lax.pmin)
+        return extreme(x, tuple(axes), lax.pmax if by == "max" else lax.pmin)
 
 
 def reduce_vector(x: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -363,50 +362,13 @@ def _one_device(axes: Sequence[str]) -> bool:
     return math.prod(lax.axis_size(axis) for axis in axes) == 1
 
 
-def _extreme(x: jax.Array, axes: tuple[str, ...], reduce: Callable[..., Any] = lax.pmax) -> Any:
+def extreme(x: jax.Array, axes: tuple[str, ...], reduce: Callable[..., Any] = lax.pmax) -> Any:
+    """Computes the elementwise maximum, or minimum; NaN if any of the values is NaN."""
     found = reduce(x, axes)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return found
     # A collective maximum ignores NaN: always on CPU, elsewhere depending on the library.
     return jnp.where(lax.pmax(jnp.isnan(x), axes), jnp.nan, found)
-
-
-def mean_over_devices(tree: Any, group: Group, first: bool = False) -> Any:
-    """Reduces inexact arrays to their mean, others to the largest; with `first` to device 0's."""
-    leaves, structure = jax.tree.flatten(tree)
-    if group.devices == 1 or not leaves:
-        return tree
-    with jax.named_scope("gshard/agree"):
-        if first:
-            leaves = [jnp.where(group_index(group.axes) == 0, x, _nothing(x)) for x in leaves]
-        share = 1 if first else group.devices
-
-        def agreed(leaves: list[jax.Array]) -> list[jax.Array]:
-            means = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-            sums = reduce_leaves([leaves[i] for i in means], group.axes, BUCKET_SIZE, "agree")
-            for i, x in zip(means, sums, strict=True):
-                leaves[i] = (x / share).astype(x.dtype)
-            return [x if i in means else lax.pmax(x, group.axes) for i, x in enumerate(leaves)]
-
-        leaves = on_model_axes(agreed, leaves, [jax.P()] * len(leaves), group)
-    return jax.tree.unflatten(structure, leaves)
-
-
-def max_over_devices(tree: Any, group: Group) -> Any:
-    """Computes the elementwise maximum over the devices; NaN where any of the values is NaN."""
-    leaves, structure = jax.tree.flatten(tree)
-    if group.devices > 1:
-        options = {"axes": group.axes, "bucket_size": BUCKET_SIZE, "purpose": "agree"}
-        largest = partial(reduce_leaves, **options, reduce=_extreme)
-        leaves = on_model_axes(largest, leaves, [jax.P()] * len(leaves), group)
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _nothing(x: jax.Array) -> Any:
-    """Returns the neutral element of the reduction of `x`: of a sum, or of a maximum, by dtype."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return 0
-    return False if x.dtype == jnp.bool_ else jnp.iinfo(x.dtype).min
 
 
 def _all_gather(x: jax.Array, hops: Sequence[Hop], dim: int | None) -> jax.Array:
