@@ -6,6 +6,8 @@ Everything is compiled ahead of time, each program in a process of its own, on n
 is reported is read off the compiled programs: bytes that one device sends in one step by the ring
 algorithms, how much of that goes to other nodes and overlaps with computation, and the compiler's
 own account of memory.
+With --wire gshard's parameters and gradients are sent in these dtypes, over an axis of the nodes
+and one of the GPUs of each; theory and the baselines stay in bfloat16.
 `theory` is the budget of gshard, with each leaf gathered no more often than this model needs. GB
 are 1e9 bytes. XLA_FLAGS are passed on, and noted in the JSON.
 """
@@ -38,12 +40,19 @@ _SAID = Console(stderr=True)
 
 
 def compiled(
-    program: str, target: Target, level: str, sizes: Sizes, dump: Path, timeout: float
+    program: str,
+    target: Target,
+    level: str,
+    sizes: Sizes,
+    dump: Path,
+    timeout: float,
+    wire: str = "",
+    reshard: int = 0,
 ) -> dict[str, Any]:
     """What `benchmarks.wire_compile` finds; `{"program", "error"}` where it does not compile."""
     what, start = f"{program} at {level} for {target.text}", time.monotonic()
     request = {"program": program, "target": target.text, "level": level, "dump": str(dump)}
-    request["sizes"] = dataclasses.asdict(sizes)
+    request |= {"sizes": dataclasses.asdict(sizes), "wire": wire, "reshard": reshard}
     try:
         found = ask("benchmarks.wire_compile", request, target, what, timeout)
     except GShardError as error:
@@ -69,7 +78,14 @@ def better(baselines: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def results(
-    target: Target, level: str, sizes: Sizes, gshard_only: bool, dump: Path | None, timeout: float
+    target: Target,
+    level: str,
+    sizes: Sizes,
+    gshard_only: bool,
+    dump: Path | None,
+    timeout: float,
+    wire: str = "",
+    reshard: int = 0,
 ) -> dict[str, Any]:
     """Compiles gshard and the baselines; everything that is known, ready for JSON.
 
@@ -78,7 +94,8 @@ def results(
     """
     with tempfile.TemporaryDirectory() as folder:
         texts = {p: Path(folder, f"{i}.txt") for i, p in enumerate(("gshard", *BASELINES))}
-        gshard = compiled("gshard", target, level, sizes, texts["gshard"], timeout)
+        own = texts["gshard"]
+        gshard = compiled("gshard", target, level, sizes, own, timeout, wire, reshard)
         if "error" in gshard:
             raise GShardError(gshard["error"])
         names = () if gshard_only else BASELINES if level == "p_g_os" else BASELINES[:1]
@@ -97,6 +114,8 @@ def results(
         "target": target.text,
         "devices": target.devices,
         "level": level,
+        "wire": wire,
+        "reshard": reshard,
         "model": dataclasses.asdict(sizes) | {"parameters": same.pop("parameters")},
         **same,
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -110,9 +129,11 @@ def results(
 def table(found: dict[str, Any]) -> Table:
     """One row for the budget, for theory and for every program."""
     model = found["model"]
+    sent = "".join(f", {name} {found[name]}" for name in ("wire", "reshard") if found[name])
     shown = Table(
-        title=f"{found['target']}, {found['level']}: {model['parameters'] / 1e9:.3f} B parameters, "
-        f"{model['layers']} layers, {found['devices']} devices; GB per device and step",
+        title=f"{found['target']}, {found['level']}{sent}: "
+        f"{model['parameters'] / 1e9:.3f} B parameters, {model['layers']} layers, "
+        f"{found['devices']} devices; GB per device and step",
         title_justify="left",
     )
     names = [*KINDS, "others", "total", "of theory", "between nodes", "overlapped"]
@@ -171,6 +192,15 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--level", default="p_g_os", help=", ".join(LEVELS))
     for field in dataclasses.fields(Sizes):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    parser.add_argument(
+        "--wire",
+        default="",
+        metavar="GATHER[,SCATTER]",
+        help="dtypes in which gshard sends parameters and gradients, such as int8 or int8,int4",
+    )
+    parser.add_argument(
+        "--reshard", type=int, default=0, help="reshard_after_forward of gshard; 0: True"
+    )
     parser.add_argument("--gshard-only", action="store_true", help="no baselines")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="for gshard and gspmd .hlo.txt")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -188,7 +218,14 @@ def main() -> None:
     try:
         args = arguments()
         found = results(
-            args.target, args.level, args.sizes, args.gshard_only, args.dump, args.timeout
+            args.target,
+            args.level,
+            args.sizes,
+            args.gshard_only,
+            args.dump,
+            args.timeout,
+            args.wire,
+            args.reshard,
         )
     except GShardError as error:
         raise SystemExit(f"wire: {error}") from None

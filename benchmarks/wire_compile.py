@@ -5,6 +5,7 @@ A process of its own: some compilers abort it for what they cannot do, and libtp
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import defaultdict
@@ -23,14 +24,15 @@ from benchmarks.gspmd import baseline
 from benchmarks.llama import Sizes, abstract_params, loss_of
 from gshard._util.version import versions
 from gshard.analysis.aot.child import Say, answer_request, wire_traffic
-from gshard.analysis.aot.target import parse_target
+from gshard.analysis.aot.target import Target, parse_target
+from gshard.sharding import nodes, topology
 from gshard.sharding.nodes import nodes_of
 
 STACK = "layers"
 _USES = ("argument_size", "temp_size", "peak_memory")
 
 
-def sharded_state(params: Any, mesh: Mesh, level: str) -> tuple[Any, gshard.Plan]:
+def sharded_state(params: Any, mesh: Mesh, level: str, wire: str = "") -> tuple[Any, gshard.Plan]:
     """An abstract AdamW state and its plan.
 
     At `p_g_os` parameters are stored in float32 and cast where they are used: gshard casts the
@@ -45,13 +47,31 @@ def sharded_state(params: Any, mesh: Mesh, level: str) -> tuple[Any, gshard.Plan
             tx=optax.adamw(3e-4),
         )
     )
+    precision = None if level == "p_g_os" else gshard.Precision("bfloat16")
+    if wire:
+        sent = dict(zip(("gather_dtype", "scatter_dtype"), wire.split(","), strict=False))
+        precision = dataclasses.replace(precision or gshard.Precision("float32"), **sent)
     return gshard.shard_train_state(
         state,
         mesh,
         level,
         scan_axes={f"^{STACK}/": 0},
-        precision=None if level == "p_g_os" else "bfloat16",
+        precision=precision,
     )
+
+
+def mesh_of(target: Target, wire: str) -> Mesh:
+    """Quantized gradients are scattered within a node first, so nodes have an axis of their own.
+
+    JAX knows the node of a GPU, but not of one that is only described.
+    """
+    devices = target.described_devices()
+    if not wire or target.hosts == 1 or target.platform != "gpu":
+        return gshard.make_mesh(devices=devices)
+    for module in (topology, nodes):
+        module.node_of = lambda device: device.id // target.devices_per_node
+    sizes = {"node": target.hosts, "local": target.devices_per_node}
+    return gshard.make_mesh(sizes, devices=devices)
 
 
 def budgeted(plan: gshard.Plan) -> dict[str, dict[str, int]]:
@@ -88,12 +108,16 @@ def abstract_batch(sizes: Sizes, mesh: Mesh, spec: jax.P) -> dict[str, jax.Shape
     return {"tokens": tokens, "next": tokens}
 
 
-def lowered(program: str, mesh: Mesh, level: str, sizes: Sizes) -> jax.stages.Lowered:
+def lowered(
+    program: str, mesh: Mesh, level: str, sizes: Sizes, wire: str = "", reshard: int = 0
+) -> jax.stages.Lowered:
     """One of the programs that are compared: gshard's, or a baseline's."""
     params, tx = abstract_params(sizes), optax.adamw(3e-4)
     if program == "gshard":
-        state, plan = sharded_state(params, mesh, level)
-        step = gshard.make_train_step(partial(loss_of, sizes=sizes), plan)
+        state, plan = sharded_state(params, mesh, level, wire)
+        step = gshard.make_train_step(
+            partial(loss_of, sizes=sizes), plan, reshard_after_forward=reshard or True
+        )
         return step.lower(state, abstract_batch(sizes, mesh, plan.batch_spec))
     batch_spec = jax.P(mesh.axis_names)
     by_hand = baseline(
@@ -114,10 +138,11 @@ def run(request: dict[str, Any], say: Say) -> dict[str, Any]:
     """Compiles one program and reads it."""
     target, sizes = parse_target(request["target"]), Sizes(**request["sizes"])
     program, level = request["program"], request["level"]
-    mesh = gshard.make_mesh(devices=target.described_devices())
+    wire, reshard = request["wire"], request["reshard"]
+    mesh = mesh_of(target, wire if program == "gshard" else "")
     say("compiling")
     start = time.perf_counter()
-    compiled = lowered(program, mesh, level, sizes).compile()
+    compiled = lowered(program, mesh, level, sizes, wire, reshard).compile()
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     Path(request["dump"]).write_text(text)

@@ -89,9 +89,9 @@ RULES = {
             "match level:\n case 1: 0",
         ],
     ),
-    "collectives and examples alone call a collective": (
+    "train/comm alone calls a collective": (
         boundaries.collective_calls,
-        {"collectives.py", "examples.py"},
+        {"collectives.py", "examples.py", "quantized.py"},
         [
             "from jax import lax\nlax.psum(x, 'd')",
             "jax.lax.all_gather",

@@ -188,5 +188,5 @@ def _purpose(kind: str, op_name: str) -> str:
 
 
 def _kind(kind: str, purpose: str) -> str:
-    """Over Gloo a reduce-scatter may be an all-to-all of as many elements, and a sum."""
+    """A reduce-scatter is an all-to-all and a sum over Gloo, and of quantized gradients."""
     return "reduce-scatter" if (kind, purpose) == ("all-to-all", "scatter") else kind

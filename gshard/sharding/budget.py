@@ -38,7 +38,8 @@ class Traffic:
         (updated parameters), `non_trainable` (state that is not trained, for the loss), or `loss`
         (examples of other devices that the loss needs, in its forward pass).
       elements: full size of the arrays, times executions: the output of an all-gather, the input of
-        a reduce-scatter or all-reduce.
+        a reduce-scatter or all-reduce. Of quantized arrays (`wire=`), the bytes of codes and scales
+        together; their reduce-scatter is an all-to-all.
       wire_bytes: bytes that a device sends, by the ring algorithms, in the dtypes of the plan: of
         parameters where they are gathered, of gradients where they are reduced. A loss that casts
         sharded parameters communicates the dtype that it casts them to.
@@ -278,7 +279,9 @@ def _traffic(
             yield "all-reduce", "reduce", False, sums, amounts
         return
     scatters = 1 if accumulate == "local" else micro_batches
-    amounts = _hops(reduced, reduced, nodes)
+    quantized = reduced.scattered_as is not None
+    sent = reduced.packed(reduced.scattered_as)
+    amounts = _hops(sent, sent, nodes, quantized)
     yield "reduce-scatter", "scatter", False, scatters, amounts
     if group.replicas > 1:
         amounts = _all_reduce(reduced, reduced.stored_size // group.size, group.replica, nodes)
@@ -308,12 +311,17 @@ def _all_reduce(layout: Layout, elements: int, axes: tuple[str, ...], nodes: Nod
 
 
 def _gathered(
-    layout: Layout, width: int, hops: Iterable[tuple[int, Sequence[Hop]]], nodes: Nodes
+    layout: Layout,
+    width: int,
+    hops: Iterable[tuple[int, Sequence[Hop]]],
+    nodes: Nodes,
+    kind: str = "all-gather",
 ) -> _Amounts:
     """Returns the amounts of gathers over some hops, each as often as is said.
 
-    Each hop communicates more than the last: what the hops before it have gathered. A scatter is
-    the same backwards. Over all hops a device sends (N-1)/N of the array.
+    Each hop communicates more than the last: what the hops before it have gathered. A scatter, also
+    one by all-to-alls (`kind`), is the same backwards. Over all hops a device sends (N-1)/N of the
+    array.
     """
     size, elements, sent, network = layout.stored_size // layout.group.size, 0, 0, Fraction(0)
     for times, some in hops:
@@ -321,18 +329,20 @@ def _gathered(
             sent += times * size * (hop.size - 1)
             size *= hop.size
             elements += times * size
-            share = nodes.network_share_over("all-gather", (hop.axis,), hop.groups)
+            share = nodes.network_share_over(kind, (hop.axis,), hop.groups)
             network += times * size * share
     return elements, sent * width, network * width
 
 
-def _hops(layout: Layout, moved: Layout, nodes: Nodes) -> _Amounts:
+def _hops(layout: Layout, moved: Layout, nodes: Nodes, quantized: bool = False) -> _Amounts:
     """Returns the amounts of one gather or scatter in the dtype of `moved`."""
-    return _gathered(layout, moved.dtype.itemsize, [(1, layout.group.hops)], nodes)
+    kind = "all-to-all" if quantized else "all-gather"
+    return _gathered(layout, moved.dtype.itemsize, [(1, layout.group.hops)], nodes, kind)
 
 
 def _gathers(layout: Layout, reshard: bool | int, nodes: Nodes) -> _Amounts:
     """Returns the amounts of one leaf's gathers for forward and backward pass."""
+    layout = layout.packed(layout.gathered_as)
     if isinstance(reshard, bool):
         hops = [(2 if reshard else 1, layout.group.hops)]
     else:

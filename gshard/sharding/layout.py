@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten
 from gshard.sharding.mesh import Group, entry_axes
+from gshard.sharding.quantized import Quantized
 from gshard.sharding.rules import LeafInfo, Rule, ShardDim
 
 DEVICE, HOST = "device", "pinned_host"  # JAX's names of memory kinds
@@ -42,6 +43,8 @@ class Layout:
       reason: why this dimension was chosen, for the table of the plan.
       model_axes: by dimension, the model-parallel mesh axes that it is sharded over; () for none.
       memory: where the array is stored between steps, `"device"` or `"pinned_host"`.
+      gathered_as: how an all-gather for the loss sends the array in fewer bits; None: as it is.
+      scattered_as: the same of a reduce-scatter.
     """
 
     path: str
@@ -53,6 +56,8 @@ class Layout:
     reason: str
     model_axes: AxesByDim = ()
     memory: str = DEVICE
+    gathered_as: Quantized | None = None
+    scattered_as: Quantized | None = None
 
     @property
     def padding(self) -> int:
@@ -134,8 +139,22 @@ class Layout:
         if self.dim == 0:
             raise GShardError(f"{self.path}: the scanned dimension 0 is sharded. Shard another.")
         dim = None if self.dim is None else self.dim - 1
-        return dataclasses.replace(
+        one = dataclasses.replace(
             self, shape=self.shape[1:], dim=dim, scan_dim=None, model_axes=self.model_axes[1:]
+        )
+        for name in ("gathered_as", "scattered_as"):  # blocks along the stack do not exist in it
+            how = getattr(one, name)
+            if how is not None and how.dim < -len(one.shape):
+                one = dataclasses.replace(one, **{name: None})
+        return one
+
+    def packed(self, how: Quantized | None) -> Layout:
+        """Returns the layout of what a collective sends; `how` is one of the `_as` attributes."""
+        if how is None:
+            return self
+        shape, dtype = how.packed_shape(self.shape), np.dtype(np.uint8)
+        return dataclasses.replace(
+            self, shape=shape, dtype=dtype, gathered_as=None, scattered_as=None
         )
 
     def pad(self, x: Any) -> Any:

@@ -17,9 +17,11 @@ from gshard._util.pytree import belongs_to, check_unique, flatten, path_of
 from gshard.sharding.layout import HOST, Layout, all_replicated, lay_out, model_axes_of
 from gshard.sharding.level import Level, parse_level
 from gshard.sharding.mesh import Group, entry_axes
+from gshard.sharding.nodes import nodes_of
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import Precision, is_floating
 from gshard.sharding.rules import Rule, ScanAxes, check_scan_axes, scan_dim_of, warn_of_unused
+from gshard.sharding.wire import Wire, with_wire
 from gshard.train_state import FROZEN, OVERWRITTEN, Kind
 
 _MOST_PADDED = 1.1  # times the elements of sharded parameters, stored without a warning
@@ -40,6 +42,7 @@ class PlanRequest:
       scan_axes: the user's argument.
       offload: whether sharded parameters, and arrays that only an update uses, are stored in host
         memory.
+      wire: in which dtypes collectives send parameters and gradients.
       advice: how to have the parameters sharded that are replicated, for a warning.
     """
 
@@ -54,6 +57,7 @@ class PlanRequest:
     precision: Precision | None = None
     offload: bool = False
     advice: str = ""
+    wire: Wire | None = None
 
 
 def plan_state(level: Level, request: PlanRequest) -> Plan:
@@ -102,6 +106,8 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
         non_trainable |= layouts_of({name: tree}, level.shards_params)
     non_trainable |= {name: all_replicated(tree, group) for name, tree in overwritten.items()}
     computed, master, reduced = _in_precision(trained, precision)
+    nodes = nodes_of(request.mesh)
+    sent, reduced = with_wire(computed, reduced, master, request.wire, level, nodes)
     opt_state = parts.opt_state
     if precision is not None:
         updated = jax.tree.map(lambda x: master.get(x.path, x), computed)
@@ -110,7 +116,7 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
         level,
         request.mesh,
         group,
-        params=computed if level.shards_params else jax.tree.map(Layout.replicated, computed),
+        params=sent if level.shards_params else jax.tree.map(Layout.replicated, sent),
         grads=reduced,
         opt_state=layouts_of(opt_state, level.shards_opt_state, scanned=False),
         master=master,
@@ -131,6 +137,7 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
     warn_of_unused("scan_axes", request.scan_axes, list(known))
     if precision is not None:
         warn_of_unused("exceptions", precision.exceptions, list(known))
+        warn_of_unused("wire_exceptions", precision.wire_exceptions, list(known))
     return plan
 
 

@@ -86,6 +86,19 @@ class Nodes:
             self._shares[key] = self._share_over(*key)
         return self._shares[key]
 
+    def crosses(self, axis: str) -> bool:
+        """Whether devices along an axis are on several nodes."""
+        return any(len(set(line)) > 1 for line in self._lines(axis))
+
+    def mixes(self, axis: str) -> bool:
+        """Whether they are on several nodes, and several of them on the same one."""
+        return any(1 < len(set(line)) < len(line) for line in self._lines(axis))
+
+    def _lines(self, axis: str) -> list[list[int]]:
+        """Returns the nodes of the devices along an axis, of each line of them."""
+        names, sizes = zip(*self.axes, strict=True)
+        return np.array(self.of_device)[groups_along(sizes, [names.index(axis)])].tolist()
+
     def _share_over(
         self, kind: str, axes: tuple[str, ...], parts: tuple[tuple[int, ...], ...] | None
     ) -> Fraction:

@@ -23,6 +23,7 @@ from gshard.sharding.layout import DEVICE, Layout, all_replicated
 from gshard.sharding.level import Level, LevelChoice
 from gshard.sharding.mesh import Group
 from gshard.sharding.precision import Precision
+from gshard.sharding.quantized import Quantized
 from gshard.train_state import Components, Kind, kind_of
 from gshard.train_state.components import ShardedOptState
 
@@ -184,6 +185,12 @@ class Plan:
         """Whether the loss needs any all-gather: of parameters or non-trainable state."""
         return any(x.dim is not None for x in jax.tree.leaves((self.params, self.non_trainable)))
 
+    @property
+    def rounds_at_random(self) -> bool:
+        """Whether gradients are sent with stochastic rounding, which needs the step number."""
+        sent = (x.scattered_as for x in jax.tree.leaves(self.grads) if x.dim is not None)
+        return any(how is not None and how.stochastic for how in sent)
+
     def pin(self, tree: Any, layouts: Any) -> Any:
         """Pads logical arrays inside a jitted program and constrains them to their layouts."""
 
@@ -268,8 +275,8 @@ class Plan:
             table.add_row(
                 stored.path,
                 f"{stored.dtype}{list(stored.shape)}",
-                describe_layout(stored),
-                describe_layout(reduced) if reduced else "none",
+                _described(stored, stored.gathered_as),
+                _described(reduced, reduced.scattered_as) if reduced else "none",
                 (reduced or stored).reason,
                 f"{stored.bytes_per_device:,}",
             )
@@ -335,6 +342,11 @@ def check_optimizer(state: Any, plan: Plan, call: str) -> None:
             "state; the plan's is used. To silence this, give both calls of "
             "gshard.shard_train_state the same optimizer object."
         )
+
+
+def _described(layout: Layout, sent: Quantized | None) -> str:
+    quantized = sent is not None and layout.dim is not None
+    return describe_layout(layout) + (f", sent as {sent.dtype}" if sent and quantized else "")
 
 
 def describe_layout(layout: Layout) -> str:

@@ -1,4 +1,4 @@
-"""The dtypes in which parameters are stored and computed with, and gradients are reduced.
+"""The dtypes in which parameters are stored, computed with and sent, and gradients are reduced.
 
 Source: mixed precision training (Micikevicius et al., 2018), section 3.1; ZeRO (Rajbhandari et al.,
 2020), section 3.1: parameters and gradients in 2 bytes, a master copy next to the moments.
@@ -7,7 +7,7 @@ Source: mixed precision training (Micikevicius et al., 2018), section 3.1; ZeRO 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from gshard._util import validation
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import shown
+from gshard.sharding.quantized import wire_dtype
 
 _NAMES = ("bfloat16", "float16", "float32", "float64")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -34,9 +35,16 @@ class Precision:
         the compute dtype of each parameter.
       output_dtype: dtype of floating auxiliary and evaluation outputs. By default unchanged.
       exceptions: other compute dtypes by path pattern, such as `{"LayerNorm": "float32"}`.
+      gather_dtype: dtype in which all-gathers of parameters send them, in blocks of at most 256
+        entries with a scale each: `"int8"`, `"int4"`, `"float8_e4m3fn"` or `"float8_e5m2"`. None:
+        in the compute dtype. Every device computes with the same, rounded parameters.
+      scatter_dtype: the same of reduce-scatters of gradients. The sums are float32; `"int4"` is
+        rounded up or down at random, known by the step, the device and the parameter.
+      wire_exceptions: other dtypes to send arrays in, or None, by path pattern, such as
+        `{"router": None}`.
 
     Raises:
-      GShardError: a dtype is unknown or not floating, or a pattern is not a regular expression.
+      GShardError: a dtype is unknown or not of its kind, or a pattern is not a regular expression.
 
     Example:
       >>> precision = gshard.Precision("bfloat16", exceptions={"^b$": "float32"})
@@ -51,21 +59,26 @@ class Precision:
     reduce_dtype: Any = None
     output_dtype: Any = None
     exceptions: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    gather_dtype: Any = None
+    scatter_dtype: Any = None
+    wire_exceptions: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "param_dtype", "reduce_dtype", "output_dtype"):
             given = getattr(self, name)
             if given is not None or name in ("compute_dtype", "param_dtype"):
                 object.__setattr__(self, name, _floating(given, name))
-        if not isinstance(self.exceptions, Mapping):
-            raise GShardError(
-                f"exceptions={shown(self.exceptions)} must map path patterns to dtypes, such as "
-                "{'LayerNorm': 'float32'}."
-            )
-        for text in self.exceptions:
-            validation.pattern(text, "exceptions")
-        checked = {p: _floating(d, f"exceptions[{p!r}]") for p, d in self.exceptions.items()}
+        for name in ("gather_dtype", "scatter_dtype"):
+            object.__setattr__(self, name, wire_dtype(getattr(self, name), name))
+        checked = _by_pattern("exceptions", self.exceptions, "{'LayerNorm': 'float32'}", _floating)
         object.__setattr__(self, "exceptions", checked)
+        sent = _by_pattern("wire_exceptions", self.wire_exceptions, "{'router': None}", wire_dtype)
+        object.__setattr__(self, "wire_exceptions", sent)
+        if sent and self.gather_dtype is None and self.scatter_dtype is None:
+            raise GShardError(
+                "wire_exceptions= goes with gather_dtype= or scatter_dtype=; without these every "
+                "array is sent as it is."
+            )
 
     def compute(self, path: str) -> Any:
         """Returns the compute dtype of the parameter at `path`."""
@@ -91,6 +104,19 @@ def as_precision(precision: Any) -> Precision | None:
 def is_floating(dtype: Any) -> bool:
     """Whether this is a real floating dtype; a `Precision` applies to no other."""
     return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _by_pattern(
+    name: str, given: Any, example: str, checked: Callable[[Any, str], Any]
+) -> dict[str, Any]:
+    """Checks an argument that maps path patterns to dtypes, and each of these by `checked`."""
+    if not isinstance(given, Mapping):
+        raise GShardError(
+            f"{name}={shown(given)} must map path patterns to dtypes, such as {example}."
+        )
+    for text in given:
+        validation.pattern(text, name)
+    return {text: checked(dtype, f"{name}[{text!r}]") for text, dtype in given.items()}
 
 
 def _floating(value: Any, name: str) -> Any:

@@ -25,9 +25,10 @@ from gshard.sharding.layout import all_replicated
 from gshard.sharding.mesh import refuse_other_context
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_abstract
-from gshard.train.comm.collectives import max_over_devices, mean_over_devices, reduce_scalar
+from gshard.train.comm.collectives import reduce_scalar
 from gshard.train.comm.loop_order import in_loop_order
 from gshard.train.comm.reduce import reduce, reduce_micro_batch, reduce_out_specs
+from gshard.train.comm.state import max_over_devices, mean_over_devices
 from gshard.train.global_loss.transfers import Transfer
 from gshard.train.loss import add_sums, reduce_sums
 from gshard.train.loss_reach import CheckedLoss
@@ -167,16 +168,19 @@ class GradientStage:
         rng: Any,
         scale: jax.Array | None = None,
         numbers: jax.Array | None = None,
+        step: jax.Array | None = None,
     ) -> Gradients:
         """Returns reduced gradients; `scale`, a float32 scalar, multiplies the loss alone.
 
         `numbers`, float32 with a leading axis over the devices, are summed together with the loss.
+        `step`, the number of the step, is for gradients that are rounded at random.
         """
         plan, options = self.plan, self.options
+        seed = step.astype(jnp.uint32) if step is not None and plan.rounds_at_random else None
         how = accumulation(plan, options.micro_batches, options.accumulate)
         end = partial(reduce, plan=plan, accumulate=how, options=options)
         (grads, value, aux, weight, norm, sums, finite), updates = self._on_devices(
-            end, reduce_out_specs(plan), how, parts, batch, rng, scale, numbers=numbers
+            end, reduce_out_specs(plan), how, parts, batch, rng, scale, numbers=numbers, seed=seed
         )
         grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
         return Gradients(grads, value, aux, weight, norm, updates, sums, finite)
@@ -217,15 +221,22 @@ class GradientStage:
         scale: jax.Array | None,
         own_non_trainable: dict[str, Any] | None = None,
         numbers: jax.Array | None = None,
+        seed: jax.Array | None = None,
     ) -> Any:
         """Runs `end` on each device; also returns the state that the loss changed.
 
-        It is called as `end(own, order=, scale=, numbers=)`: `own` contains one device's gradients,
-        loss, weight and aux, as sums; `order` is the order in which gradients become available. The
-        changed state is by name, in storage shapes.
+        It is called as `end(own, order=, scale=, numbers=, seed=)`: `own` contains one device's
+        gradients, loss, weight and aux, as sums; `order` is the order in which gradients become
+        available. The changed state is by name, in storage shapes.
         """
         plan, options, group = self.plan, self.options, self.plan.group
         refuse_other_context(plan.mesh)
+        if seed is None and plan.rounds_at_random:
+            raise GShardError(
+                "scatter_dtype='int4' rounds gradients at random, known by the number of the step, "
+                "and only a step of make_train_step knows that number. Use one, or "
+                "scatter_dtype='int8'."
+            )
         stored = jax.tree.leaves(plan.params)
         structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")
         own_state = own_non_trainable or {}
@@ -246,11 +257,11 @@ class GradientStage:
             scale: Any,
             numbers: Any,
         ) -> Any:
-            rng, step = keys
+            rng, step, seed = keys
             own_state = jax.tree.map(lambda x: x[0], own_state)
             inputs = DeviceInputs(leaves, {**shared, **own_state}, all_layouts, batch, rng)
 
-            one = CheckedLoss(self.loss, structure, plan, options, accumulate, scale, step)
+            one = CheckedLoss(self.loss, structure, plan, options, accumulate, scale, step, seed)
             sum_before(one, inputs)
             if OVERWRITTEN in inputs.non_trainable or (one.is_global and scale is not None):
                 # fp8 statistics of gradients need gradients at the scale of a single device, and
@@ -266,7 +277,7 @@ class GradientStage:
             self.loss_transfers[:] = one.global_batch.transfers
             own = (total.grads, total.loss, total.weight, total.aux)
             numbers = jax.tree.map(lambda x: x[0], numbers)
-            result = end(own, order=one.order, scale=scale, numbers=numbers)
+            result = end(own, order=one.order, scale=scale, numbers=numbers, seed=seed)
             if own_non_trainable is not None:
                 changed = {**own_state, **total.updates}
                 return result, jax.tree.map(lambda x: x[None], changed)
@@ -301,7 +312,7 @@ class GradientStage:
             to_storage(shared, layouts, plan),
             own_state,
             batch,
-            (typed_key(rng), parts.step if _may_be_keys(parts.non_trainable) else None),
+            (typed_key(rng), parts.step if _may_be_keys(parts.non_trainable) else None, seed),
             scale,
             numbers,
         )

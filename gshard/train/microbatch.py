@@ -16,6 +16,7 @@ from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.plan import Plan
 from gshard.train.comm.buckets import keep_dimension_order
 from gshard.train.comm.collectives import group_index, reduce_scalar
+from gshard.train.comm.quantized import fold
 from gshard.train.comm.reduce import accumulation_layouts
 from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
@@ -67,8 +68,10 @@ class MicroBatchLoss:
         accumulate: str,
         scale: jax.Array | None,
         step: jax.Array | None,
+        seed: jax.Array | None = None,
     ):
         self.step: jax.Array | None = step
+        self.seed: jax.Array | None = seed
         self.warned: bool = False
         self.raw_keys: set[Any] = set()
         semantics, k = options.loss_semantics, options.micro_batches
@@ -98,7 +101,7 @@ class MicroBatchLoss:
 
     def __call__(self, given: DeviceInputs, i: Any) -> MicroBatchSums:
         """Computes the sums of micro-batch `i`."""
-        with self._scope() as scope:
+        with self._scope(fold(self.seed, i)) as scope:
             at, points, overwritten = self._at(given, i, scope)
             run = jax.value_and_grad(at, argnums=(0, 1), has_aux=True)
             (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
@@ -131,8 +134,8 @@ class MicroBatchLoss:
             raise NothingToSumError
         return found
 
-    def _scope(self) -> GatherScope:
-        return GatherScope(not self.options.prefetch, self.options.bucket_size)
+    def _scope(self, seed: jax.Array | None = None) -> GatherScope:
+        return GatherScope(not self.options.prefetch, self.options.bucket_size, seed=seed)
 
     def _at(
         self, given: DeviceInputs, i: Any, scope: GatherScope

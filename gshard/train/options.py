@@ -135,6 +135,13 @@ def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:
     """Refuses options that this plan does not support, and warns of those without effect."""
     accumulation(plan, options.micro_batches, options.accumulate, sync)
     resharding(plan, options.reshard_after_forward)
+    scaler = getattr(options, "scaler", None)
+    if scaler is not None and scaler.enable and plan.rounds_at_random:
+        raise GShardError(
+            "scaler= with scatter_dtype='int4': a loss scale that grows until gradients overflow "
+            "makes the largest entry of a block an outlier, and with 4 bits the others are rounded "
+            "to zero. Use scatter_dtype='int8', or precision='bfloat16' without a scaler."
+        )
     if options.sync_buffers and options.loss_semantics != "per_device":
         warn(
             f"sync_buffers=True changes nothing with loss_semantics={options.loss_semantics!r}: "

@@ -35,6 +35,7 @@ from gshard.sharding.rules import (
     warn_of_unused,
 )
 from gshard.sharding.validate import refuse_traced
+from gshard.sharding.wire import as_wire, warn_of_wire
 from gshard.train.optim.optimizer import shard_optimizer
 from gshard.train.same_program import compare_programs
 from gshard.train.same_state import agree_on_state, check_source
@@ -81,6 +82,7 @@ class ShardingOptions(TypedDict, total=False):
     scan_axes: ScanAxes
     frozen: Any
     precision: Any
+    wire: Any
     offload: bool
     indivisible: Literal["pad", "replicate"]
     shard_axes: str | Sequence[str] | None
@@ -122,6 +124,7 @@ def shard_train_state(
     scan_axes: ScanAxes = None,
     frozen: Any = None,
     precision: Any = None,
+    wire: Any = None,
     offload: bool = False,
     indivisible: Literal["pad", "replicate"] = "pad",
     shard_axes: str | Sequence[str] | None = None,
@@ -156,6 +159,9 @@ def shard_train_state(
         For NNX the optimizer's `wrt=` says what is trained.
       precision: a `gshard.Precision`, or the name of a compute dtype such as `"bfloat16"`:
         `state.params` has that dtype, and the optimizer updates a sharded master copy in float32.
+      wire: the dtype in which parameters are all-gathered and gradients reduce-scattered, such as
+        `"int8"`: short for `Precision(gather_dtype=, scatter_dtype=)`, without any other setting of
+        it. By default the dtypes of `precision`.
       offload: keep the optimizer state with its master copies, and sharded parameters, in host
         memory; they are on the device only while they are used
         (docs/offload.md says what stays).
@@ -189,6 +195,7 @@ def shard_train_state(
         scan_axes=scan_axes,
         frozen=frozen,
         precision=precision,
+        wire=wire,
         offload=offload,
         indivisible=indivisible,
         shard_axes=shard_axes,
@@ -239,6 +246,8 @@ def shard_and_advise(
     given, template = kind.narrow(given), kind.narrow(template)
     tx = kind.tx(template)
 
+    precision = as_precision(wanted["precision"])
+    wire = as_wire(precision, wanted["wire"])
     request = PlanRequest(
         template,
         kind,
@@ -248,7 +257,8 @@ def shard_and_advise(
         rule,
         wrap=shard_optimizer,
         scan_axes=wanted["scan_axes"],
-        precision=as_precision(wanted["precision"]),
+        precision=precision,
+        wire=wire,
         offload=wanted["offload"],
         advice=advice,
     )
@@ -256,6 +266,8 @@ def shard_and_advise(
     plan = choose_plan(plan_at, mesh) if chosen is None else plan_at(chosen)
     leaves = jax.tree.leaves((plan.params, plan.opt_state, plan.non_trainable))
     warn_of_unused("rules", rules, [layout.path for layout in leaves])
+    sent = (jax.tree.leaves(tree) for tree in (plan.params, plan.grads))
+    warn_of_wire(*sent, wire=wire, level=plan.level)
     if isinstance(mesh, Mesh):
         warn_of_compilation_cache(mesh)
         warn_if_not_joined()

@@ -354,7 +354,7 @@ class TrainStep:
             row = with_state(row, parts, plan)
         scale = None if self._scaler is None else self._scaler.scale(before.scaler)
         stage = GradientStage(loss, plan, options, self._name)
-        result = stage.reduced(now, batch, rng, scale, row)
+        result = stage.reduced(now, batch, rng, scale, row, parts.step)
         self.loss_transfers = tuple(stage.loss_transfers)
         updates = result.weight != 0
         if self._skip_nonfinite:

@@ -17,8 +17,8 @@ from gshard.sharding.level import Accumulate
 from gshard.sharding.mesh import refuse_other_context
 from gshard.sharding.plan import Plan, check_call
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
-from gshard.train.comm.collectives import mean_over_devices
 from gshard.train.comm.reduce import accumulation_layouts, reduce, reduce_out_specs
+from gshard.train.comm.state import mean_over_devices
 from gshard.train.gradients import Gradients, GradientStage, LocalGradients
 from gshard.train.non_trainable import pin_updates
 from gshard.train.options import LossSemantics, StepOptions, check_options

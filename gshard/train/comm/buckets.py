@@ -121,7 +121,8 @@ def map_in_buckets(
 ) -> list[jax.Array]:
     """Communicates sharded leaves by `alone` (one) or `packed` (several); keeps replicated ones."""
     sharded = [i for i, layout in enumerate(layouts) if layout.dim is not None]
-    kinds = [(leaves[i].dtype, layouts[i].group) for i in sharded]
+    quantized = [layout.gathered_as or layout.scattered_as for layout in layouts]
+    kinds = [(leaves[i].dtype, layouts[i].group, quantized[i] is None) for i in sharded]
     out = list(leaves)
     for bucket in assign_buckets([layouts[i].stored_size for i in sharded], kinds, bucket_size):
         members = [sharded[j] for j in bucket]

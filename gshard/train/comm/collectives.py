@@ -1,6 +1,7 @@
 """The collectives of parameters and gradients: all-gather, reduce-scatter, all-reduce.
 
-Those of a loss are in `examples`; no other module calls one.
+Those of a loss are in `examples`, and the all-to-alls of quantized gradients in `quantized`; no
+other module calls one.
 
 All functions run inside a `shard_map` over the data axes. A shard group of several mesh axes is
 gathered minor to major and scattered major to minor, one ring of a torus after the other; the other
@@ -22,7 +23,6 @@ from jax import lax
 from gshard.sharding.layout import Layout
 from gshard.sharding.mesh import Group, Hop
 from gshard.train.comm.buckets import (
-    BUCKET_SIZE,
     LARGE_LAYER,
     assign_buckets,
     layer_size,
@@ -33,25 +33,45 @@ from gshard.train.comm.buckets import (
     unpack,
     uses_gloo,
 )
+from gshard.train.comm.quantized import packed, scatter_quantized, unpacked
 
 
 def gather(shard: jax.Array, layout: Layout, purpose: str = "gather") -> jax.Array:
     """All-gathers one leaf: from this device's shard to the full array of logical shape."""
     if layout.dim is None:
         return shard
-    return layout.unpad(_over_hops(shard, layout, layout.group.hops, purpose))
+    hops, local = layout.group.hops, layout.local()
+
+    def gathered(xs: list[jax.Array]) -> list[jax.Array]:
+        return [
+            unpacked(_all_gather(packed(x, local), hops, layout.dim), local, x.dtype) for x in xs
+        ]
+
+    return layout.unpad(_communicated(gathered, [shard], [layout], purpose)[0])
 
 
 def gather_across(shard: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
-    """Runs the first half of `gather`: to one shard of every sub-group of `n` devices, in order."""
-    return _over_hops(shard, layout, layout.group.sub_group(n)[0], purpose)
+    """Runs the first half of `gather`: to one shard of every sub-group of `n` devices, in order.
+
+    A quantized leaf stays packed, so that nobody rounds again what its owner has rounded.
+    """
+    hops = layout.group.sub_group(n)[0]
+
+    def gathered(xs: list[jax.Array]) -> list[jax.Array]:
+        return [_all_gather(packed(x, layout), hops, layout.dim) for x in xs]
+
+    return _communicated(gathered, [shard], [layout], purpose)[0]
 
 
 def gather_within(kept: jax.Array, layout: Layout, n: int, purpose: str = "gather") -> jax.Array:
     """Runs the second half of `gather`: from the result of `gather_across` to the full array."""
-    group, dim = layout.group, layout.dim or 0
+    group, dim, local = layout.group, layout.dim or 0, layout.local()
     across, within = group.sub_group(n)
-    full = _over_hops(kept, layout, within, purpose)
+
+    def gathered(xs: list[jax.Array]) -> list[jax.Array]:
+        return [unpacked(_all_gather(x, within, dim), local, layout.dtype) for x in xs]
+
+    full = _communicated(gathered, [kept], [layout], purpose)[0]
     # What the last hop has gathered is major. The parts of an axis that both halves gather are
     # ordered by sub-group, then within it.
     major = [(group.shard.index(hop.axis), hop in within, hop.size) for hop in across + within]
@@ -62,13 +82,6 @@ def gather_within(kept: jax.Array, layout: Layout, n: int, purpose: str = "gathe
     last = range(dim + len(major), parts.ndim)
     parts = parts.transpose(*range(dim), *(dim + i for i in order), *last)
     return layout.unpad(parts.reshape(full.shape))
-
-
-def _over_hops(shard: jax.Array, layout: Layout, hops: Sequence[Hop], purpose: str) -> jax.Array:
-    def gathered(xs: list[jax.Array]) -> list[jax.Array]:
-        return [_all_gather(x, hops, layout.dim) for x in xs]
-
-    return _communicated(gathered, [shard], [layout], purpose)[0]
 
 
 def gather_into(
@@ -97,15 +110,20 @@ def gather_into(
     return _communicated(layer_by_layer, [old, shard], [layout, layout], purpose)[0]
 
 
-def scatter(full: jax.Array, layout: Layout) -> jax.Array:
-    """Reduce-scatters one leaf: from the full array of logical shape to this device's shard."""
+def scatter(full: jax.Array, layout: Layout, seed: jax.Array | None = None) -> jax.Array:
+    """Reduce-scatters one leaf: from the full array of logical shape to this device's shard.
+
+    `seed`, a uint32 scalar, is that of stochastic rounding.
+    """
     if layout.dim is None:
         return full
 
-    def sums(xs: list[jax.Array]) -> list[jax.Array]:
+    def sums(xs: list[jax.Array], seed: jax.Array | None = None) -> list[jax.Array]:
+        if layout.scattered_as is not None:
+            return scatter_quantized(xs, [layout], seed)
         return [_psum_scatter(x, layout.group, layout.dim) for x in xs]
 
-    return _communicated(sums, [layout.pad(full)], [layout], "scatter")[0]
+    return _communicated(sums, [layout.pad(full)], [layout], "scatter", seed)[0]
 
 
 def gather_bucket(
@@ -115,62 +133,75 @@ def gather_bucket(
     local = [layout.local() for layout in layouts]
     group = local[0].group
 
-    def packed(shards: list[jax.Array]) -> list[jax.Array]:
-        rows = [pack(x, layout, 1) for x, layout in zip(shards, local, strict=True)]
+    sent = [layout.packed(layout.gathered_as) for layout in local]
+
+    def gathered(shards: list[jax.Array]) -> list[jax.Array]:
+        codes = [packed(x, layout) for x, layout in zip(shards, local, strict=True)]
+        rows = [pack(x, layout, 1) for x, layout in zip(codes, sent, strict=True)]
         row = _all_gather(jnp.concatenate(rows, axis=1), group.hops, 0)
-        split = zip(split_packed(row, rows), local, strict=True)
-        return [layout.unpad(unpack(r, layout, group.size)) for r, layout in split]
+        split = zip(split_packed(row, rows), sent, local, shards, strict=True)
+        return [
+            layout.unpad(unpacked(unpack(r, bits, group.size), layout, x.dtype))
+            for r, bits, layout, x in split
+        ]
 
-    return _communicated(packed, shards, layouts, purpose)
+    return _communicated(gathered, shards, layouts, purpose)
 
 
-def scatter_bucket(full: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
+def scatter_bucket(
+    full: Sequence[jax.Array], layouts: Sequence[Layout], seed: jax.Array | None = None
+) -> list[jax.Array]:
     """Reduce-scatters several sharded leaves of one dtype and group in one collective."""
     local = [layout.local() for layout in layouts]
     group = local[0].group
 
-    def packed(full: list[jax.Array]) -> list[jax.Array]:
+    def scattered(full: list[jax.Array], seed: jax.Array | None = None) -> list[jax.Array]:
         pairs = zip(full, local, strict=True)
+        if local[0].scattered_as is not None:
+            return scatter_quantized([x.pad(y) for y, x in pairs], local, seed)
         rows = [pack(layout.pad(x), layout, group.size) for x, layout in pairs]
         row = _psum_scatter(jnp.concatenate(rows, axis=1), group, 0)
         split = zip(split_packed(row, rows), local, strict=True)
         return [unpack(r, layout, 1) for r, layout in split]
 
-    return _communicated(packed, full, layouts, "scatter")
+    return _communicated(scattered, full, layouts, "scatter", seed)
 
 
 def _communicated(
-    fun: Callable[[list[jax.Array]], list[jax.Array]],
+    fun: Callable[..., list[jax.Array]],
     leaves: Sequence[jax.Array],
     layouts: Sequence[Layout],
     purpose: str,
+    seed: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Runs `fun(leaves)`, a collective of one group, under the name of its purpose in profiles."""
     specs = [layout.model_spec for layout in layouts]
     with jax.named_scope(f"gshard/{purpose}"):
-        return on_model_axes(fun, leaves, specs, layouts[0].group)
+        return on_model_axes(fun, leaves, specs, layouts[0].group, seed)
 
 
 def on_model_axes(
-    fun: Callable[[list[jax.Array]], list[jax.Array]],
+    fun: Callable[..., list[jax.Array]],
     leaves: Sequence[jax.Array],
     specs: Sequence[jax.P],
     group: Group,
+    seed: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """Calls `fun(leaves)` with the model-parallel axes manual too.
+    """Calls `fun(leaves)`, or `fun(leaves, seed)`, with the model-parallel axes manual too.
 
     `fun` maps arrays to as many arrays with the same sharding over these axes, which `specs` say;
     it sees the shapes of `Layout.local`.
     """
+    more = () if seed is None else (seed,)
     if not group.model_axes or not leaves:
-        return fun(list(leaves))
+        return fun(list(leaves), *more)
     return jax.shard_map(
         fun,
-        in_specs=(list(specs),),
+        in_specs=(list(specs), *(jax.P() for _ in more)),
         out_specs=list(specs),
         axis_names={name for name, _ in group.model_axes},
         check_vma=False,
-    )(list(leaves))
+    )(list(leaves), *more)
 
 
 def local_shard(full: jax.Array, layout: Layout) -> jax.Array:
@@ -188,10 +219,14 @@ def group_index(axes: Sequence[str]) -> jax.Array:
 
 
 def scatter_leaves(
-    full: Sequence[jax.Array], layouts: Sequence[Layout], bucket_size: int
+    full: Sequence[jax.Array],
+    layouts: Sequence[Layout],
+    bucket_size: int,
+    seed: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Reduce-scatters many leaves in buckets; leaves with a replicated layout pass through."""
-    return map_in_buckets(full, layouts, bucket_size, scatter, scatter_bucket)
+    alone, several = partial(scatter, seed=seed), partial(scatter_bucket, seed=seed)
+    return map_in_buckets(full, layouts, bucket_size, alone, several)
 
 
 def all_gather_updated(
@@ -211,9 +246,9 @@ def all_gather_updated(
             out[i] = gather_into(into[i], shards[i], layout, purpose)
         else:
             rest.append(i)
-    alone, packed = partial(gather, purpose=purpose), partial(gather_bucket, purpose=purpose)
+    alone, several = partial(gather, purpose=purpose), partial(gather_bucket, purpose=purpose)
     chosen, layouts = [shards[i] for i in rest], [layouts[i] for i in rest]
-    found = map_in_buckets(chosen, layouts, bucket_size, alone, packed)
+    found = map_in_buckets(chosen, layouts, bucket_size, alone, several)
     for i, x in zip(rest, found, strict=True):
         out[i] = x
     return out
@@ -311,7 +346,7 @@ def reduce_scalar(x: jax.Array, axes: Sequence[str], by: str = "sum") -> jax.Arr
     with jax.named_scope("gshard/agree" if jnp.ndim(x) else "gshard/scalar"):
         if by == "sum":
             return lax.psum(x, tuple(axes))
-        return _extreme(x, tuple(axes), lax.pmax if by == "max" else lax.pmin)
+        return extreme(x, tuple(axes), lax.pmax if by == "max" else lax.pmin)
 
 
 def reduce_vector(x: jax.Array, axes: Sequence[str]) -> jax.Array:
@@ -327,50 +362,13 @@ def _one_device(axes: Sequence[str]) -> bool:
     return math.prod(lax.axis_size(axis) for axis in axes) == 1
 
 
-def _extreme(x: jax.Array, axes: tuple[str, ...], reduce: Callable[..., Any] = lax.pmax) -> Any:
+def extreme(x: jax.Array, axes: tuple[str, ...], reduce: Callable[..., Any] = lax.pmax) -> Any:
+    """Computes the elementwise maximum, or minimum; NaN if any of the values is NaN."""
     found = reduce(x, axes)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return found
     # A collective maximum ignores NaN: always on CPU, elsewhere depending on the library.
     return jnp.where(lax.pmax(jnp.isnan(x), axes), jnp.nan, found)
-
-
-def mean_over_devices(tree: Any, group: Group, first: bool = False) -> Any:
-    """Reduces inexact arrays to their mean, others to the largest; with `first` to device 0's."""
-    leaves, structure = jax.tree.flatten(tree)
-    if group.devices == 1 or not leaves:
-        return tree
-    with jax.named_scope("gshard/agree"):
-        if first:
-            leaves = [jnp.where(group_index(group.axes) == 0, x, _nothing(x)) for x in leaves]
-        share = 1 if first else group.devices
-
-        def agreed(leaves: list[jax.Array]) -> list[jax.Array]:
-            means = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-            sums = reduce_leaves([leaves[i] for i in means], group.axes, BUCKET_SIZE, "agree")
-            for i, x in zip(means, sums, strict=True):
-                leaves[i] = (x / share).astype(x.dtype)
-            return [x if i in means else lax.pmax(x, group.axes) for i, x in enumerate(leaves)]
-
-        leaves = on_model_axes(agreed, leaves, [jax.P()] * len(leaves), group)
-    return jax.tree.unflatten(structure, leaves)
-
-
-def max_over_devices(tree: Any, group: Group) -> Any:
-    """Computes the elementwise maximum over the devices; NaN where any of the values is NaN."""
-    leaves, structure = jax.tree.flatten(tree)
-    if group.devices > 1:
-        options = {"axes": group.axes, "bucket_size": BUCKET_SIZE, "purpose": "agree"}
-        largest = partial(reduce_leaves, **options, reduce=_extreme)
-        leaves = on_model_axes(largest, leaves, [jax.P()] * len(leaves), group)
-    return jax.tree.unflatten(structure, leaves)
-
-
-def _nothing(x: jax.Array) -> Any:
-    """Returns the neutral element of the reduction of `x`: of a sum, or of a maximum, by dtype."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return 0
-    return False if x.dtype == jnp.bool_ else jnp.iinfo(x.dtype).min
 
 
 def _all_gather(x: jax.Array, hops: Sequence[Hop], dim: int | None) -> jax.Array:

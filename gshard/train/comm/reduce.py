@@ -61,12 +61,14 @@ def reduce(
     order: Sequence[int],
     scale: jax.Array | None = None,
     numbers: jax.Array | None = None,
+    seed: jax.Array | None = None,
 ) -> tuple[list[jax.Array], jax.Array, Any, jax.Array, jax.Array, jax.Array | None, jax.Array]:
     """Sums over all devices, and divides once by the weight of the global batch.
 
     `own` are one device's gradients, loss, weight and aux, as sums; `order` is the order in which
     gradients become available, `scale` the factor by which they were multiplied. A weight of None
-    is 1 for the whole batch. `numbers` are summed in the collective of the loss. Returns gradients,
+    is 1 for the whole batch. `numbers` are summed in the collective of the loss, `seed` is that of
+    gradients that are rounded at random. Returns gradients,
     loss, aux, weight, the norm of the gradient, the sums, and which of the device's gradients are
     finite: the fields of `Gradients`.
     """
@@ -76,7 +78,7 @@ def reduce(
     weight = None if weight is None else reduce_scalar(weight, axes)
     divisor = None if weight is None else jnp.where(weight == 0, 1, weight)
     if accumulate != "sync":  # with "sync" each micro-batch was reduced already
-        grads = _sum_over_devices(grads, targets, plan, options, order)
+        grads = _sum_over_devices(grads, targets, plan, options, order, seed)
     if numbers is not None:
         total = reduce_vector(jnp.append(numbers.astype(value.dtype), value), axes)
         value, numbers = total[-1], total[:-1].astype(numbers.dtype)
@@ -148,14 +150,15 @@ def _sum_over_devices(
     plan: Plan,
     options: StepOptions,
     order: Sequence[int],
+    seed: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Reduce-scatters local gradients; sums full ones over data axes, shards over replicas."""
     reduced = jax.tree.leaves(plan.grads)
     size, ends = options.bucket_size, options.end_bucket_size
     late = [r if t.dim is None else r.replicated() for t, r in zip(targets, reduced, strict=True)]
 
-    def sums(grads: list[jax.Array]) -> list[jax.Array]:
-        grads = scatter_leaves(grads, [layout.local() for layout in late], size)
+    def sums(grads: list[jax.Array], seed: jax.Array | None = None) -> list[jax.Array]:
+        grads = scatter_leaves(grads, [layout.local() for layout in late], size, seed)
         for axes, of_shards in ((plan.group.axes, False), (plan.group.replica, True)):
             chosen = [i for i in order if (reduced[i].dim is not None) == of_shards]
             totals = reduce_bucket_by_bucket([grads[i] for i in chosen], axes, size, ends)
@@ -163,4 +166,5 @@ def _sum_over_devices(
                 grads[i] = total
         return grads
 
-    return on_model_axes(sums, grads, [layout.model_spec for layout in reduced], plan.group)
+    specs = [layout.model_spec for layout in reduced]
+    return on_model_axes(sums, grads, specs, plan.group, seed)

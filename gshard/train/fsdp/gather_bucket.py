@@ -59,7 +59,9 @@ class GatherSpec:
     def bucket_key(self) -> tuple[Any, ...]:
         """What parameters of one bucket have in common, besides their dtype."""
         groups = [None if x.dim is None else x.group for x in (self.stored, self.reduced)]
-        return self.purpose, *groups, self.converts and self.reduced.dtype, bool(self.reshard)
+        quantized = (self.stored.gathered_as is None, self.reduced.scattered_as is None)
+        others = self.converts and self.reduced.dtype, bool(self.reshard)
+        return self.purpose, *groups, *others, *quantized
 
     def of_one_layer(self) -> GatherSpec:
         """Returns the spec of one layer of a stack, in the body of a scan."""
@@ -76,11 +78,19 @@ class GatherSpec:
         return 0 if isinstance(self.reshard, bool) or self.stored.dim is None else self.reshard
 
     @property
+    def keeps_packed(self) -> bool:
+        """Whether the codes and scales of a sub-group's shard are kept for the backward pass."""
+        return bool(self.subgroup_size) and self.stored.gathered_as is not None
+
+    @property
     def kept_shape(self) -> tuple[int, ...]:
         """Shape of the array kept for the backward pass, before its all-gather."""
         shape = list(self.stored.shard_shape)
         if self.subgroup_size:
             shape[self.stored.dim or 0] *= self.stored.group.size // self.subgroup_size
+        if self.keeps_packed and (how := self.stored.gathered_as) is not None:
+            ranks = self.stored.shape[how.dim] // (size := self.stored.local().shape[how.dim])
+            shape[how.dim] = ranks * how.packed_shape((size,))[0]
         return tuple(shape)
 
 
@@ -142,7 +152,7 @@ class GatherBucket:
         result = self.gathered
         if result is None:
             result = self.gathered = _gather_and_scatter(
-                self.specs, self.scope, self.kept, self.grad_sinks
+                self.specs, self.scope, self.kept, self.grad_sinks, self.scope.seed
             )
         return result
 
@@ -204,41 +214,59 @@ def _gather_kept(specs: Sequence[GatherSpec], kept: Sequence[jax.Array]) -> list
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather_and_scatter(
-    specs: tuple[GatherSpec, ...], scope: GatherScope, kept: list[jax.Array], grad_sinks: Any
+    specs: tuple[GatherSpec, ...],
+    scope: GatherScope,
+    kept: list[jax.Array],
+    grad_sinks: Any,
+    seed: jax.Array | None,
 ) -> list[jax.Array]:
-    del scope, grad_sinks
+    del scope, grad_sinks, seed
     return _gather_kept(specs, kept)
 
 
 def _forward(
-    specs: tuple[GatherSpec, ...], scope: GatherScope, kept: list[jax.Array], grad_sinks: Any
-) -> tuple[list[jax.Array], None]:
+    specs: tuple[GatherSpec, ...],
+    scope: GatherScope,
+    kept: list[jax.Array],
+    grad_sinks: Any,
+    seed: jax.Array | None,
+) -> tuple[list[jax.Array], jax.Array | None]:
     if scope.saves:
-        return _gather_kept(specs, kept), None
-    return _gather_and_scatter(specs, scope, kept, grad_sinks), None  # for a scan's policy to see
+        return _gather_kept(specs, kept), seed
+    return _gather_and_scatter(
+        specs, scope, kept, grad_sinks, seed
+    ), seed  # a scan's policy sees it
 
 
 def _scatter_gradients(
-    specs: tuple[GatherSpec, ...], scope: GatherScope, _: None, cotangents: list[jax.Array]
-) -> tuple[list[jax.Array], list[jax.Array]]:
+    specs: tuple[GatherSpec, ...],
+    scope: GatherScope,
+    seed: jax.Array | None,
+    cotangents: list[jax.Array],
+) -> tuple[list[Any], list[jax.Array], None]:
     # The stored shards are never differentiated; their cotangents are dead code.
-    nothing = [jnp.zeros(s.kept_shape, c.dtype) for s, c in zip(specs, cotangents, strict=True)]
+    nothing = [
+        None if s.keeps_packed else jnp.zeros(s.kept_shape, c.dtype)
+        for s, c in zip(specs, cotangents, strict=True)
+    ]
     grads = [
         c.astype(s.reduced.dtype) if s.converts else c
         for s, c in zip(specs, cotangents, strict=True)
     ]
     layouts = [spec.reduced for spec in specs]
     if layouts[0].dim is None:
-        return nothing, grads
-    several = len(specs) > 1
-    shards = scatter_bucket(grads, layouts) if several else [scatter(grads[0], layouts[0])]
+        return nothing, grads, None
+    if len(specs) > 1:
+        shards = scatter_bucket(grads, layouts, seed)
+    else:
+        shards = [scatter(grads[0], layouts[0], seed)]
     if scope.saves:
         scope.scattered.append(shards[0])
     else:
         # Else XLA on GPU moves it into the next iteration of a scan, and two layers' gradients are
         # alive at a time.
         shards = jax.lax.optimization_barrier(shards)
-    return nothing, shards
+    return nothing, shards, None
 
 
 _gather_and_scatter.defvjp(_forward, _scatter_gradients)
@@ -253,10 +281,13 @@ class GatherScope:
 
     With `sync` an all-gather starts when the other operands of its use are available; else it
     starts one use earlier, so that it overlaps with computation. `saves` is false in a scope whose
-    forward pass is rematerialized.
+    forward pass is rematerialized. `seed` (uint32) is that of gradients that are rounded at random.
     """
 
-    def __init__(self, sync: bool, bucket_size: int, saves: bool = True):
+    def __init__(
+        self, sync: bool, bucket_size: int, saves: bool = True, seed: jax.Array | None = None
+    ):
+        self.seed: jax.Array | None = seed
         self.sync: bool = sync
         self.bucket_size: int = bucket_size
         self.saves: bool = saves
@@ -268,9 +299,9 @@ class GatherScope:
         self._last: GatherBucket | None = None
         self.buckets: list[GatherBucket] = []
 
-    def rematerialized(self) -> GatherScope:
+    def rematerialized(self, seed: jax.Array | None) -> GatherScope:
         """A scope inside this one whose backward pass computes again what it needs."""
-        return GatherScope(self.sync, self.bucket_size, saves=False)
+        return GatherScope(self.sync, self.bucket_size, saves=False, seed=seed)
 
     def record_use(self, operands: Sequence[Any]) -> None:
         """Records the other operands of the latest use; a broadcast of a scalar has none."""

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gshard._util.errors import some, warn
 from gshard._util.jaxpr import (
@@ -24,6 +25,7 @@ from gshard._util.jaxpr import (
     in_scope,
     scan_sizes,
 )
+from gshard.train.comm.quantized import fold
 from gshard.train.fsdp.gather_bucket import GatherScope, GatherSpec
 from gshard.train.fsdp.lazy_param import (
     LazyParam,
@@ -146,12 +148,12 @@ def _evaluate_checkpoint(
         ]
     )
 
-    def run(*flat: Any) -> Sequence[Any]:
-        within = scope.rematerialized()
+    def run(seed: Any, *flat: Any) -> Sequence[Any]:
+        within = scope.rematerialized(seed)
         return _evaluate_scope(uses, consts, restore(flat, within), within)
 
     names = ("policy", "prevent_cse")
-    return jax.checkpoint(run, **{name: eqn.params[name] for name in names})(*flat)
+    return jax.checkpoint(run, **{name: eqn.params[name] for name in names})(scope.seed, *flat)
 
 
 def _evaluate_scan(
@@ -173,8 +175,9 @@ def _evaluate_scan(
     again = [v for v in layers if isinstance(v, LazyParam) and v.spec.reshard]
 
     def scan(values: Sequence[Any]) -> Sequence[Any]:
-        def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            within = scope.rematerialized()
+        def step(carry: Any, given: Any) -> tuple[Any, Any]:
+            x, seed = given
+            within = scope.rematerialized(seed)
             args = [*values[:fixed], *carry, *restore(x, within)]
             out = _evaluate_scope(uses, consts, args, within)
             return out[:carried], out[carried:]
@@ -182,7 +185,9 @@ def _evaluate_scan(
         if again and not _has_checkpoint(body):
             step = jax.checkpoint(step, policy=_keep_all_but_layers(again), prevent_cse=False)
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, stacked = jax.lax.scan(step, values[fixed:first], values[first:], **options)
+        seeds = fold(scope.seed, jnp.arange(options["length"]))  # a layer has its own
+        xs = values[first:], seeds
+        carry, stacked = jax.lax.scan(step, values[fixed:first], xs, **options)
         return [*carry, *stacked]
 
     return apply_gathered(scan, [*values[:first], *flat], scope, saves_operands(eqn))
@@ -219,7 +224,8 @@ def _keep_all_but_layers(layers: Sequence[LazyParam]) -> Callable[..., bool]:
 
     def policy(primitive: Any, *avals: Any, **_: Any) -> bool:
         if primitive.name.startswith("custom_vjp_call"):
-            shapes, half = [aval.shape for aval in avals], len(avals) // 2
+            shapes = [aval.shape for aval in avals if aval.shape]  # without the seed
+            half = len(shapes) // 2
             pairs = set(zip(shapes[:half], shapes[half : 2 * half], strict=True))
             return not pairs or len(shapes) != 2 * half or not known.issuperset(pairs)
         if primitive.name == "device_put":  # a shard that is copied from the host

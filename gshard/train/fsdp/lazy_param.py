@@ -53,8 +53,13 @@ class LazyParam:
 
     @property
     def dtype(self) -> Any:
-        """The dtype in which it is all-gathered."""
-        return self.stored.dtype
+        """The dtype that the full parameter has, in which it is all-gathered unless quantized."""
+        return self.spec.stored.dtype if self._is_packed else self.stored.dtype
+
+    @property
+    def _is_packed(self) -> bool:
+        """Whether `stored` are the codes and scales that a sub-group keeps."""
+        return self.spec.keeps_packed and self.spec.from_subgroup
 
     @property
     def grad_sink(self) -> jax.Array:
@@ -86,8 +91,12 @@ class LazyParam:
     def cast(self, dtype: Any) -> LazyParam:
         """Returns the parameter in another dtype, in which it is then all-gathered."""
         if self._in_dtype is None or self._in_dtype.dtype != dtype:
-            spec = dataclasses.replace(self.spec, stored=self.spec.stored.in_memory(DEVICE))
-            stored = to_device(self.stored, self.spec.stored).astype(dtype)
+            layout = self.spec.stored.in_memory(DEVICE)
+            if layout.gathered_as is not None:  # for what unpacks it
+                layout = dataclasses.replace(layout, dtype=dtype)
+            spec = dataclasses.replace(self.spec, stored=layout)
+            stored = to_device(self.stored, self.spec.stored)
+            stored = stored if self._is_packed else stored.astype(dtype)
             sink = self.grad_sink if spec.converts else self.grad_sink.astype(dtype)
             self._in_dtype = LazyParam.alone(spec, stored, sink, self.bucket.scope)
         return self._in_dtype

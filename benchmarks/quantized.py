@@ -1,0 +1,132 @@
+"""What sending parameters and gradients in fewer bits does to the loss of the demo's GPT.
+
+    python -m benchmarks.quantized --seeds 0 1 2 3 4 --steps 500 --json FILE
+
+Every run trains the GPT of `make demo` at p_g_os on virtual CPU devices, in float32 but for what
+is sent, and evaluates it on text that it was not trained on. The seed is that of parameters and
+batches. "int4 to nearest" is what ZeRO++'s kernels in DeepSpeed do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import gshard
+from examples import gpt
+from examples.config import Config
+from examples.text import batch, standard_library
+from examples.training import make_state
+
+HELD_OUT, EVALUATIONS = 100_000, 32
+WIRES: dict[str, tuple[str | None, str | None]] = {
+    "float32": (None, None),
+    "int8, int8": ("int8", "int8"),
+    "int8, int4": ("int8", "int4"),
+    "int8, int4 to nearest": ("int8", "int4"),
+    "float8_e4m3fn, float8_e5m2": ("float8_e4m3fn", "float8_e5m2"),
+}
+
+
+def to_nearest(plan: gshard.Plan) -> gshard.Plan:
+    """The same plan, with gradients that are rounded to the nearest code."""
+
+    def nearest(layout: Any) -> Any:
+        how = layout.scattered_as
+        how = how and dataclasses.replace(how, stochastic=False)
+        return dataclasses.replace(layout, scattered_as=how)
+
+    return dataclasses.replace(plan, grads=jax.tree.map(nearest, plan.grads))
+
+
+def run(name: str, seed: int, steps: int, text_N: np.ndarray) -> dict[str, Any]:
+    """Trains once; the mean loss of the last 20 steps, and the loss on text that is held out."""
+    config = dataclasses.replace(Config(), seed=seed, steps=steps, micro_batches=1)
+    length, examples = config.arguments.sequence + 1, config.batch_size
+    model, state = make_state(config)
+    gather, scatter = WIRES[name]
+    precision = gshard.Precision("float32", gather_dtype=gather, scatter_dtype=scatter)
+    state, plan = gshard.shard_train_state(
+        state,
+        gshard.make_mesh(),
+        "p_g_os",
+        min_shard_size=config.arguments.min_shard_size,
+        precision=precision,
+    )
+    if name.endswith("to nearest"):
+        plan = to_nearest(plan)
+
+    def loss_fn(params: Any, batch_BxT1: Any) -> Any:
+        return gpt.next_byte_loss(model, params, batch_BxT1)
+
+    step, losses, start = gshard.make_train_step(loss_fn, plan), [], time.monotonic()
+    for i in range(steps):
+        rows = batch(text_N[:-HELD_OUT], i, examples, length, seed)
+        state, metrics = step(state, rows)
+        losses.append(metrics["loss"])
+    evaluate = jax.jit(loss_fn)
+    params = gshard.full_params(state)
+    held_out = [
+        float(evaluate(params, batch(text_N[-HELD_OUT:], i, examples, length, 10_000)))
+        for i in range(EVALUATIONS)
+    ]
+    return {
+        "wire": name,
+        "seed": seed,
+        "steps": steps,
+        "devices": plan.group.devices,
+        "last": float(np.mean([float(x) for x in losses[-20:]])),
+        "validation": float(np.mean(held_out)),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def table(runs: list[dict[str, Any]]) -> Table:
+    """A row for every dtype, and the change of its validation loss by seed."""
+    shown = Table(title="demo GPT, p_g_os", title_justify="left")
+    for column in ("gathers, scatters", "seeds", "last 20", "validation", "to float32", "by seed"):
+        shown.add_column(column)
+    exact = {x["seed"]: x["validation"] for x in runs if x["wire"] == "float32"}
+    for name in WIRES:
+        found = [x for x in runs if x["wire"] == name and x["seed"] in exact]
+        if not found:
+            continue
+        changes = [100 * (x["validation"] / exact[x["seed"]] - 1) for x in found]
+        means = [statistics.mean(x[key] for x in found) for key in ("last", "validation")]
+        by_seed = " ".join(f"{x:+.2f}" for x in changes)
+        change = f"{statistics.mean(changes):+.2f} %"
+        shown.add_row(name, str(len(found)), *(f"{x:.4f}" for x in means), change, by_seed)
+    return shown
+
+
+def main() -> None:
+    """Runs every seed with all dtypes; keeps each result as soon as it is known."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized")
+    parser.description = __doc__.splitlines()[0]
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    gshard.virtual_devices(args.devices)
+    text_N, runs = standard_library(), []
+    for seed in args.seeds:
+        for name in WIRES:
+            runs.append(run(name, seed, args.steps, text_N))
+            if args.json is not None:
+                args.json.write_text(json.dumps(runs, indent=1) + "\n")
+    Console().print(table(runs))
+
+
+if __name__ == "__main__":
+    main()
