@@ -20,6 +20,7 @@ from gshard.sharding.mesh import Group, entry_axes
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import Precision, is_floating
 from gshard.sharding.rules import Rule, ScanAxes, check_scan_axes, scan_dim_of, warn_of_unused
+from gshard.sharding.state_dtype import quantized_state
 from gshard.train_state import FROZEN, OVERWRITTEN, Kind
 
 _MOST_PADDED = 1.1  # times the elements of sharded parameters, stored without a warning
@@ -124,6 +125,10 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
     )
     if request.offload:
         plan = _offloaded(plan)
+    if precision is not None and precision.state_dtype is not None:
+        own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), reduced)
+        state = quantized_state(precision, plan.opt_state, known, request.tx, own)
+        plan = dataclasses.replace(plan, opt_state=state)
     _warn_of_replicated_params(jax.tree.leaves(trained), level, request.advice)
     _warn_of_padding(list(known.values()), request.rule, level)
     _warn_of_idle_axes(list(known.values()), group)
@@ -131,6 +136,8 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
     warn_of_unused("scan_axes", request.scan_axes, list(known))
     if precision is not None:
         warn_of_unused("exceptions", precision.exceptions, list(known))
+        paths = [x.path for x in jax.tree.leaves(plan.decoded_opt_state)]
+        warn_of_unused("state_exceptions", precision.state_exceptions, [*known, *paths])
     return plan
 
 

@@ -23,6 +23,8 @@ from gshard.sharding.layout import DEVICE, Layout, all_replicated
 from gshard.sharding.level import Level, LevelChoice
 from gshard.sharding.mesh import Group
 from gshard.sharding.precision import Precision
+from gshard.sharding.quantized_array import decoded, encoded
+from gshard.sharding.state_dtype import decoded_layouts
 from gshard.train_state import Components, Kind, kind_of
 from gshard.train_state.components import ShardedOptState
 
@@ -59,7 +61,8 @@ class Plan:
       params: a tree of `Layout`s of the parameters.
       grads: a tree of `Layout`s of the reduced gradients, which are also the layouts of the local
         shards that a device updates.
-      opt_state: layouts of the user's optimizer state.
+      opt_state: layouts of the user's optimizer state. A `QuantizedArray` has those of its codes
+        and scales.
       master: layouts of the master copies that the optimizer updates, by path of the parameter.
       non_trainable: layouts of everything else, by name.
       precision: dtypes to compute and reduce in; None for the dtypes of the user's state.
@@ -132,6 +135,11 @@ class Plan:
         opt_state = ShardedOptState(self.opt_state, self.master, scaler, guard)
         return Components(self.params, opt_state, step, self.non_trainable)
 
+    @functools.cached_property
+    def decoded_opt_state(self) -> Any:
+        """The layouts of the optimizer state while it is updated, without quantized arrays."""
+        return decoded_layouts(self.opt_state)
+
     @property
     def shardings(self) -> Components:
         """The sharding of every array of the state."""
@@ -160,6 +168,22 @@ class Plan:
             return jax.lax.with_sharding_constraint(layout.pad(x), sharding)
 
         return map_leaves(constrain, tree, layouts)
+
+    def decode(self, inner: Any) -> Any:
+        """Returns a stored optimizer state with its quantized arrays decoded, in storage shape."""
+        return decoded(inner)
+
+    def encode(self, inner: Any) -> Any:
+        """Undoes `decode` inside a jitted program, and constrains codes and scales."""
+        new = encoded(inner, self.opt_state)
+        if new is inner:
+            return inner
+
+        def constrain(x: Any, layout: Layout) -> Any:
+            sharding = self.sharding(layout.in_memory(DEVICE))
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+        return map_leaves(constrain, new, self.opt_state)
 
     def abstract_components(self) -> Components:
         """Returns every array of the state as stored, abstract, with its sharding."""
@@ -208,7 +232,7 @@ class Plan:
             raise GShardError("plan.unwrap(state): the state is plain already. Use it as it is.")
         full = Components(
             full_on_host(*self.master_params(parts.params, parts.opt_state)),
-            full_on_host(parts.opt_state.inner, self.opt_state),
+            decoded(full_on_host(parts.opt_state.inner, self.opt_state)),
             full_on_host(parts.step, layouts.step),
             full_on_host(parts.non_trainable, layouts.non_trainable),
             parts.static,

@@ -34,6 +34,10 @@ class Precision:
         the compute dtype of each parameter.
       output_dtype: dtype of floating auxiliary and evaluation outputs. By default unchanged.
       exceptions: other compute dtypes by path pattern, such as `{"LayerNorm": "float32"}`.
+      state_dtype: `"int8"` stores the optimizer's moments in 8 bits, in blocks with a scale each.
+        Embeddings and arrays below 4096 elements keep their dtype. By default all arrays do.
+      state_exceptions: what `state_dtype` does instead by pattern of a parameter's path or of the
+        path of an array of the optimizer state: `"int8"`, or None to keep the dtype.
 
     Raises:
       GShardError: a dtype is unknown or not floating, or a pattern is not a regular expression.
@@ -51,6 +55,8 @@ class Precision:
     reduce_dtype: Any = None
     output_dtype: Any = None
     exceptions: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    state_dtype: Any = None
+    state_exceptions: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "param_dtype", "reduce_dtype", "output_dtype"):
@@ -66,6 +72,23 @@ class Precision:
             validation.pattern(text, "exceptions")
         checked = {p: _floating(d, f"exceptions[{p!r}]") for p, d in self.exceptions.items()}
         object.__setattr__(self, "exceptions", checked)
+        object.__setattr__(self, "state_dtype", _of_state(self.state_dtype, "state_dtype"))
+        object.__setattr__(self, "state_exceptions", self._checked_state_exceptions())
+
+    def _checked_state_exceptions(self) -> dict[str, Any]:
+        given = self.state_exceptions
+        if not isinstance(given, Mapping):
+            raise GShardError(
+                f"state_exceptions={shown(given)} must map path patterns to 'int8' or None, such "
+                "as {'norm': None}."
+            )
+        if given and self.state_dtype is None:
+            raise GShardError(
+                "state_exceptions= has no effect without state_dtype='int8'. Give both or none."
+            )
+        for text in given:
+            validation.pattern(text, "state_exceptions")
+        return {p: _of_state(d, f"state_exceptions[{p!r}]") for p, d in given.items()}
 
     def compute(self, path: str) -> Any:
         """Returns the compute dtype of the parameter at `path`."""
@@ -91,6 +114,20 @@ def as_precision(precision: Any) -> Precision | None:
 def is_floating(dtype: Any) -> bool:
     """Whether this is a real floating dtype; a `Precision` applies to no other."""
     return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _of_state(value: Any, name: str) -> Any:
+    """Returns the dtype of moments, or None for the one that the optimizer gives them."""
+    try:
+        if value is None or jnp.dtype(value) == jnp.int8:
+            return None if value is None else jnp.dtype(jnp.int8)
+    except (TypeError, ValueError):
+        pass
+    raise GShardError(
+        f"{name}={shown(value)} is no dtype that moments can be stored in.{did_you_mean(value, ['int8'])} "
+        "Choose 'int8', or None for the dtype that the optimizer gives them (float32, or its own "
+        "mu_dtype=)."
+    )
 
 
 def _floating(value: Any, name: str) -> Any:
