@@ -20,7 +20,7 @@ from gshard.sharding.precision import Precision, is_floating
 from gshard.sharding.quantized_array import QuantizedArray, block_sizes, is_quantized
 
 MIN_SIZE = 4096  # elements of an array that is worth it, as in the paper's section 2
-EMBEDDINGS = "(?i)embed|wte|wpe"  # their moments keep their dtype, as in the paper's section 2.3
+EMBEDDINGS = r"(?i)(?<!un)embed|wte|wpe"  # whose moments keep their dtype (section 2.3)
 _LONG = 64  # entries of a block, whose scale then takes 1/16 byte for each
 _SHORT = 16
 
