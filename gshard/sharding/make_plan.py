@@ -127,8 +127,8 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
         plan = _offloaded(plan)
     if precision is not None and precision.state_dtype is not None:
         own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), reduced)
-        state = quantized_state(precision, plan.opt_state, known, request.tx, own)
-        plan = dataclasses.replace(plan, opt_state=state)
+        state, kept = quantized_state(precision, plan.opt_state, known, request.tx, own)
+        plan = dataclasses.replace(plan, opt_state=state, not_quantized=kept)
     _warn_of_replicated_params(jax.tree.leaves(trained), level, request.advice)
     _warn_of_padding(list(known.values()), request.rule, level)
     _warn_of_idle_axes(list(known.values()), group)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
@@ -13,7 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from rich.table import Table
 
-from gshard._util.errors import GShardError, warn
+from gshard._util.errors import GShardError, some, warn
 from gshard._util.html import html_of
 from gshard._util.pytree import flatten, map_leaves
 from gshard._util.text import text_of, text_table
@@ -23,7 +23,7 @@ from gshard.sharding.layout import DEVICE, Layout, all_replicated
 from gshard.sharding.level import Level, LevelChoice
 from gshard.sharding.mesh import Group
 from gshard.sharding.precision import Precision
-from gshard.sharding.quantized_array import decoded, encoded
+from gshard.sharding.quantized_array import decoded, encoded, quantized_arrays
 from gshard.sharding.state_dtype import decoded_layouts
 from gshard.train_state import Components, Kind, kind_of
 from gshard.train_state.components import ShardedOptState
@@ -71,6 +71,8 @@ class Plan:
       template: the user's state with abstract arrays of logical shape.
       at_level: makes the plan of the same state, with the same options, at another level.
       wrap: wraps the user's optimizer so that it follows a plan.
+      not_quantized: with a `state_dtype`, why arrays of the optimizer state that belong to a
+        parameter keep their dtype, by path.
 
     Example:
       >>> state, plan = gshard.shard_train_state(
@@ -95,6 +97,7 @@ class Plan:
     template: Any
     at_level: Callable[[LevelChoice], Plan]
     wrap: Callable[[Plan], ShardedTransformation]
+    not_quantized: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -274,6 +277,10 @@ class Plan:
             table,
             f"stored per device: {sizes}",
         ]
+        if found := quantized_arrays(self.opt_state):
+            reasons = [f"{path} ({why})" for path, why in self.not_quantized.items()]
+            kept = f"; not {some(reasons, most=3)}" if reasons else ""
+            parts.append(f"in 8 bits: {len(found)} arrays of the optimizer state{kept}")
         try:
             fetched = self.fetched_at_once
         except (TypeError, ValueError):  # the optimizer needs arguments of the user's own loop

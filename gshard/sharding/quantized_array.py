@@ -129,6 +129,11 @@ def is_quantized(x: Any) -> bool:
     return isinstance(x, QuantizedArray)
 
 
+def quantized_arrays(tree: Any) -> list[QuantizedArray]:
+    """Returns the quantized arrays of a tree."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_quantized) if is_quantized(x)]
+
+
 def decoded(tree: Any) -> Any:
     """Returns a tree with its quantized arrays decoded."""
     return jax.tree.map(

@@ -17,7 +17,12 @@ from gshard._util.jaxpr_dataflow import inputs_used
 from gshard._util.pytree import belongs_to, flatten
 from gshard.sharding.layout import Layout
 from gshard.sharding.precision import Precision, is_floating
-from gshard.sharding.quantized_array import QuantizedArray, block_sizes, is_quantized
+from gshard.sharding.quantized_array import (
+    QuantizedArray,
+    block_sizes,
+    is_quantized,
+    quantized_arrays,
+)
 
 MIN_SIZE = 4096  # elements of an array that is worth it, as in the paper's section 2
 EMBEDDINGS = r"(?i)(?<!un)embed|wte|wpe"  # whose moments keep their dtype (section 2.3)
@@ -130,8 +135,8 @@ def quantized_state(
     params: Mapping[str, Layout],
     tx: optax.GradientTransformation,
     own: Any,
-) -> Any:
-    """Returns the layouts of an optimizer state in `state_dtype`, and warns if it has no effect.
+) -> tuple[Any, dict[str, str]]:
+    """Does what `in_state_dtype` does, and warns if it has no effect.
 
     `own` are the abstract shards of the parameters that `tx` updates.
     """
@@ -143,7 +148,7 @@ def quantized_state(
             "write init so that it can be traced (jax.eval_shape(tx.init, params))."
         )
     found, kept = in_state_dtype(precision, layouts, params, {p for p, x in uses.items() if x})
-    if not any(map(is_quantized, jax.tree.leaves(found, is_leaf=is_quantized))):
+    if not quantized_arrays(found):
         reasons = [f"{path} ({reason})" for path, reason in kept.items()]
         warn(
             "state_dtype='int8' has no effect: the optimizer has "
@@ -151,4 +156,4 @@ def quantized_state(
                "no arrays of the shapes of parameters.")
             + " state_exceptions={pattern: 'int8'} chooses arrays by path."
         )
-    return found
+    return found, kept

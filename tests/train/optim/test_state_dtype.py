@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from optax import contrib
 
 import gshard
@@ -135,3 +135,165 @@ def test_two_moments_take_at_most_2_2_bytes_for_each_parameter(level, devices):
     own = sum(math.prod(x.shard_shape) for x in plan.grads.values())
     assert 2 * own < plan.bytes_per_device["opt_state"] <= 2.2 * own
     assert gshard.budget(plan).resident["optimizer"] == plan.bytes_per_device["opt_state"]
+
+
+def three_steps(state: Any, plan: Any, **options: Any) -> Any:
+    """Compares three steps with one device's; returns the last state."""
+    step = gshard.make_train_step(loss_fn, plan, donate=False, **options)
+    update = one_device(plan.tx)
+    for i in range(3):
+        new, _ = step(state, batch(i))
+        assert_one_step(plan, state, new, batch(i), update)
+        state = new
+    return state
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"of_mesh": {"replica": 2}},
+        {"offload": True},
+        {"min_shard_size": 0, "rules": {"scale": "replicate", "odd": 1}},
+        {"scan_axes": None},
+    ],
+    ids=["replicas", "offload", "rules", "stack"],
+)
+@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+def test_options_of_the_state_change_no_number(level, options):
+    if of_mesh := options.get("of_mesh"):
+        options = {**options, "of_mesh": mesh(8, **of_mesh)}
+    three_steps(*sharded(level, adamw(), **options))
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 3, "accumulate": "local"}, {
+    "micro_batches": 5, "scaler": gshard.GradScaler()
+}], ids=["local", "scaler"])  # fmt: skip
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_options_of_the_step_change_no_number(level, options):
+    three_steps(*sharded(level, adamw()), **options)
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_parameters_on_a_model_axis_have_blocks_within_their_shards(level):
+    of_mesh = gshard.make_mesh(extra={"model": 2}, devices=jax.devices()[:8])
+    own = NamedSharding(of_mesh, jax.P(None, "model"))
+    given = params() | {"w": jax.device_put(np.ones((256, 160), np.float32), own)}
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        return loss_fn(p, b) + (jnp.tanh(b["x"] @ p["w"][:40]) ** 2).mean()
+
+    tx = optax.adamw(1e-2)
+    state, plan = gshard.shard_train_state((given, tx), of_mesh, level, precision=INT8)
+    w = plan.opt_state[0].mu["w"]
+    assert w.codes.spec == w.scales.spec == jax.P("shard", "model")
+    assert (w.axis, w.shards, w.scales.shape) == (1, 2, (256, 2))
+    step = gshard.make_train_step(loss, plan, donate=False)
+    new, _ = step(state, batch(0))
+    rows = gshard.audit(step, state, batch(0)).collectives
+    plain, plain_plan = gshard.shard_train_state((given, tx), of_mesh, level)
+    wanted = gshard.audit(gshard.make_train_step(loss, plain_plan), plain, batch(0)).collectives
+    assert sorted((x.kind, x.elements) for x in rows) == sorted((x.kind, x.elements) for x in wanted)
+    grads = jax.grad(loss)(given, batch(0))
+    exact = tx.update(grads, tx.init(given), given)[1][0].mu["w"]
+    found = plan.unwrap(new).opt_state[0].mu["w"]
+    assert abs(found - exact).max() <= 0.009 * abs(exact).max()
+
+
+def test_offloaded_codes_and_scales_are_on_the_host():
+    plans = [sharded("p_g_os", adamw(), offload=True, precision=p)[1] for p in (INT8, "float32")]
+    layouts = quantized(plans[0].opt_state)
+    assert layouts and all(x.codes.on_host and x.scales.on_host for x in layouts)
+    for plan in plans:
+        stored = jax.tree.leaves((plan.params, plan.opt_state))
+        assert sum(plan.fetched_at_once) == sum(x.bytes_per_device for x in stored if x.on_host)
+    small = sum(x.bytes_per_device for x in jax.tree.leaves(layouts))
+    large = sum(4 * x.codes.bytes_per_device for x in layouts)
+    assert 0.25 < small / large < 0.27
+    assert plans[1].bytes_per_device["host"] - plans[0].bytes_per_device["host"] == large - small
+
+
+def test_nnx_models_keep_codes_in_their_optimizer():
+    model = nnx.Linear(64, 80, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    pair, plan = gshard.shard_train_state(
+        (model, optimizer), mesh(), "p_g_os", precision=INT8, min_shard_size=0
+    )
+    step = gshard.make_train_step(lambda m, b: (m(b) ** 2).mean(), plan)
+    x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    exact, tx = nnx.clone(model), optax.adam(1e-2)
+    for _ in range(3):
+        step(*pair, x)
+    assert quantized(plan.kind.split(pair).opt_state.inner)
+    mu = plan.unwrap(pair)[1].opt_state[0].mu["kernel"]
+    assert mu.get_value().shape == (64, 80)
+    graph, p = nnx.split(exact)
+    state = tx.init(p)
+    for _ in range(3):
+        updates, state = tx.update(jax.grad(lambda p: (nnx.merge(graph, p)(x) ** 2).mean())(p), state)
+        p = optax.apply_updates(p, updates)
+    np.testing.assert_allclose(pair[0].kernel[...], p["kernel"][...], atol=2e-3)
+
+
+def test_a_skipped_step_keeps_every_code():
+    state, plan = sharded("os_g", adamw())
+    step = gshard.make_train_step(loss_fn, plan, donate=False)
+    state, _ = step(state, batch(0))
+    bad = batch(1)
+    bad["x"][5, 5] = np.inf
+    after, metrics = step(state, bad)
+    assert metrics["skipped_steps"] == 1
+    jax.tree.map(np.testing.assert_array_equal, after.opt_state.inner, state.opt_state.inner)
+
+
+def test_an_own_loop_does_what_the_step_does():
+    state, plan = sharded("os", adamw())
+    new, _ = gshard.make_train_step(loss_fn, plan, donate=False)(state, batch(0))
+    _, grads = jax.jit(gshard.value_and_grad(loss_fn, plan))(state.params, batch(0))
+    own = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+    for x, y in zip(*map(jax.tree.leaves, (own, new)), strict=True):
+        if x.dtype == jnp.int8:
+            assert (np.asarray(x) != np.asarray(y)).mean() < 1e-3
+        else:
+            np.testing.assert_allclose(x, y, atol=1e-6)
+    # A state that starts inside a jitted program.
+    again = jax.jit(plan.optimizer.init)(state.params)
+    jax.tree.map(np.testing.assert_array_equal, again.inner, state.opt_state.inner)
+
+
+def test_an_init_function_starts_with_the_same_codes():
+    given, plan = sharded("p_g_os", adamw())
+    made, _ = gshard.shard_train_state(
+        lambda: ({k: jnp.asarray(x) for k, x in params().items()}, plan.tx),
+        mesh(), "p_g_os", precision=INT8, min_shard_size=1000, scan_axes={"^stack$": 0},
+    )  # fmt: skip
+    jax.tree.map(np.testing.assert_array_equal, made.opt_state, given.opt_state)
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_post_update_sees_and_changes_values(level):
+    seen = {}
+
+    def halve(state: Any) -> Any:
+        mu = state.opt_state[1][0].mu
+        seen.update({k: (x.shape, x.dtype) for k, x in mu.items()})
+        mu = mu | {"odd": mu["odd"] / 2}
+        inner = state.opt_state[1][0]._replace(mu=mu)
+        return state.replace(opt_state=(state.opt_state[0], (inner, *state.opt_state[1][1:])))
+
+    state, plan = sharded(level, adamw())
+    plain, _ = gshard.make_train_step(loss_fn, plan, donate=False)(state, batch(0))
+    halved, _ = gshard.make_train_step(loss_fn, plan, post_update=halve)(state, batch(0))
+    assert seen == {k: (s, jnp.float32) for k, s in SHAPES.items()}
+    plain, halved = (plan.unwrap(x).opt_state[1][0] for x in (plain, halved))
+    np.testing.assert_allclose(halved.mu["odd"], plain.mu["odd"] / 2, atol=1e-7)
+    np.testing.assert_array_equal(halved.mu["stack"], plain.mu["stack"])
+    np.testing.assert_array_equal(halved.nu["odd"], plain.nu["odd"])
+
+
+def test_master_copies_stay_float32():
+    precision = gshard.Precision("bfloat16", state_dtype="int8")
+    state, plan = sharded("os_g", adamw(), precision=precision)
+    state, _ = gshard.make_train_step(loss_fn, plan)(state, batch(0))
+    assert {x.dtype.name for x in state.opt_state.master.values()} == {"float32"}
+    assert len(quantized(state.opt_state.inner)) == 6
+    assert {x.dtype for x in quantized(state.opt_state.inner)} == {"float32"}
