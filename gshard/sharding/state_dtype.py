@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gshard._util.errors import GShardError, some, warn
+from gshard._util.errors import some, warn
 from gshard._util.jaxpr_dataflow import inputs_used
 from gshard._util.pytree import belongs_to, flatten
 from gshard.sharding.layout import Layout
@@ -115,20 +115,6 @@ def _blocks(layout: Layout) -> tuple[int, int, int]:
     return axis, shards, block
 
 
-def init_uses_params(tx: optax.GradientTransformation, params: Any) -> dict[str, bool] | None:
-    """Says by path which arrays of a new optimizer state depend on the parameters' values.
-
-    Most moments begin with zeros. Schedule-free optimizers, Prodigy, DoG and Lookahead begin with
-    copies of the parameters. None if `init` cannot be traced.
-    """
-    try:
-        program, made = jax.make_jaxpr(tx.init, return_shape=True)(params)
-    except Exception:  # it reads values
-        return None
-    used = inputs_used(program.jaxpr)
-    return {path: bool(x) for path, x in zip(flatten(made)[0], used, strict=True)}
-
-
 def quantized_state(
     precision: Precision,
     layouts: Any,
@@ -138,22 +124,18 @@ def quantized_state(
 ) -> tuple[Any, dict[str, str]]:
     """Does what `in_state_dtype` does, and warns if it has no effect.
 
-    `own` are the abstract shards of the parameters that `tx` updates.
+    `own` are the abstract shards of the parameters that `tx` updates. Most moments begin with
+    zeros; schedule-free optimizers, Prodigy and Lookahead begin with copies of the parameters.
     """
-    uses = init_uses_params(tx, own)
-    if uses is None:
-        raise GShardError(
-            "state_dtype='int8': the optimizer's init reads values, so it is not known which of "
-            "its arrays are moments and which are copies of parameters. Leave state_dtype out, or "
-            "write init so that it can be traced (jax.eval_shape(tx.init, params))."
-        )
-    found, kept = in_state_dtype(precision, layouts, params, {p for p, x in uses.items() if x})
+    program, made = jax.make_jaxpr(tx.init, return_shape=True)(own)
+    used = zip(flatten(made)[0], inputs_used(program.jaxpr), strict=True)
+    copies = {path for path, inputs in used if inputs}
+    found, kept = in_state_dtype(precision, layouts, params, copies)
     if not quantized_arrays(found):
         reasons = [f"{path} ({reason})" for path, reason in kept.items()]
         warn(
-            "state_dtype='int8' has no effect: the optimizer has "
-            + (f"no array to store so, but {some(reasons, most=3)}." if reasons else
-               "no arrays of the shapes of parameters.")
-            + " state_exceptions={pattern: 'int8'} chooses arrays by path."
+            "state_dtype='int8' has no effect: the optimizer has no moments"
+            + (f" to store so: {some(reasons, most=3)}" if reasons else "")
+            + ". state_exceptions={pattern: 'int8'} chooses arrays by path."
         )
     return found, kept
