@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -159,6 +160,21 @@ def scan_sizes(eqn: Any) -> tuple[int, int, int]:
         for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
     )
     return len(pairs) - carried - scanned, carried, scanned
+
+
+def product_flops(eqn: Any) -> int:
+    """The FLOP of matrix products in an equation: two for each multiply-add.
+
+    A loop of unknown length counts once, and of branches the one with the most.
+    """
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        left = eqn.invars[0].aval.shape
+        return 2 * eqn.outvars[0].aval.size * math.prod(left[d] for d in contracted)
+    found = [sum(map(product_flops, inner.eqns)) for inner in inner_jaxprs(eqn)]
+    if eqn.primitive.name == "cond":
+        return max(found, default=0)
+    return sum(found) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
 
 
 def all_equations(jaxpr: Any) -> Iterator[Any]:

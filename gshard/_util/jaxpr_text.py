@@ -11,7 +11,7 @@ import enum
 import hashlib
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +43,23 @@ def lines_of(closed: Any) -> list[Line]:
     return list(program.printed(program.add(closed), "", set()))
 
 
+def exact_text(closed: Any) -> str:
+    """Returns a text that two closed jaxprs of this process share only if they compute the same.
+
+    What is not plain counts by its hash, apart from the derivatives of custom functions.
+    """
+    program = _Program(exact=True)
+    return "\n".join(line.text for line in program.printed(program.add(closed), "", set()))
+
+
+def _exactly(x: Any) -> str:
+    if isinstance(x, jax.Array) and (isinstance(x, core.Tracer) or not x.is_fully_addressable):
+        return f"{x.aval.str_short()} {id(x)}"
+    text = plain(x)
+    opaque = text == type(x).__name__
+    return f"{text} {hash(x) if isinstance(x, Hashable) else id(x)}" if opaque else text
+
+
 class _Program:
     """A jaxpr and its inner ones, each described once although a program calls it often.
 
@@ -50,7 +67,8 @@ class _Program:
     caches, so identity only saves time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exact: bool = False) -> None:
+        self._plain = _exactly if exact else plain
         self._hashes: dict[int, tuple[Any, str]] = {}  # by identity, which the object keeps
         self._lines: dict[str, list[Line]] = {}  # an inner jaxpr is its hash between two \0
 
@@ -89,23 +107,25 @@ class _Program:
         used = {id(v) for eqn in live for v in eqn.invars} | {id(v) for v in jaxpr.outvars}
         for v, x in zip(jaxpr.constvars, consts, strict=False):
             if id(v) in used:
-                yield Line(f"constant {name(v)} = {plain(x)}")
+                yield Line(f"constant {name(v)} = {self._plain(x)}")
         for eqn in live:
             items = sorted((k, x) for k, x in eqn.params.items() if k not in _NAMES)
-            params = ", ".join(f"{key}={self._value(x)}" for key, x in items)
+            # The parameters of a custom derivative are functions, new in each trace.
+            text = plain if eqn.primitive.name.startswith("custom_") else self._plain
+            params = ", ".join(f"{key}={self._value(x, text)}" for key, x in items)
             given, out = (" ".join(map(name, vs)) for vs in (eqn.invars, eqn.outvars))
             yield Line(f"{out} = {eqn.primitive.name} {given} [{params}]", eqn)
         yield Line(f"outputs {' '.join(map(name, jaxpr.outvars))}")
 
-    def _value(self, x: Any) -> str:
+    def _value(self, x: Any, text: Callable[[Any], str]) -> str:
         """A parameter of an equation."""
         if hasattr(opened(x)[0], "eqns"):
             return f"\0{self.add(x)}\0"
         if isinstance(x, Mapping):
-            return f"{{{', '.join(sorted(f'{k}: {self._value(v)}' for k, v in x.items()))}}}"
+            return f"{{{', '.join(sorted(f'{k}: {self._value(v, text)}' for k, v in x.items()))}}}"
         if isinstance(x, (tuple, list)):  # also of named fields
-            return f"({', '.join(map(self._value, x))})"
-        return plain(x)
+            return f"({', '.join(self._value(v, text) for v in x)})"
+        return text(x)
 
 
 def _live(jaxpr: Any) -> list[Any]:

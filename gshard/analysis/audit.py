@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError
 from gshard.analysis.audit_report import Audit, CollectiveRow, sum_known
-from gshard.analysis.hlo import Array, Collective, read_program
+from gshard.analysis.hlo import Array, Collective, CompiledProgram, read_program
 from gshard.sharding.budget import Budget
 from gshard.sharding.nodes import Nodes, groups_along, nodes_of
 from gshard.sharding.plan import Plan
@@ -81,8 +81,10 @@ def audit(
     memory = compiled_memory(compiled, platform)
     transfers = getattr(step, "loss_transfers", None) or ()
     nodes = None if mesh is None else nodes_of(mesh, devices_per_node)
-    rows = collective_rows(text, mesh, nodes)
-    return Audit(rows, memory, budget, transfers, 1 if nodes is None else nodes.count)
+    program = read_program(text)
+    rows = collective_rows(program, mesh, nodes)
+    count = 1 if nodes is None else nodes.count
+    return Audit(rows, memory, budget, transfers, count, program.flops)
 
 
 def _mesh_of(compiled: Any, args: Any) -> Mesh | AbstractMesh | None:
@@ -108,11 +110,11 @@ def compiled_memory(compiled: Any, platform: str = "") -> dict[str, int]:
 
 
 def collective_rows(
-    text: str, mesh: Mesh | AbstractMesh | None, nodes: Nodes | None = None
+    program: CompiledProgram, mesh: Mesh | AbstractMesh | None, nodes: Nodes | None = None
 ) -> tuple[CollectiveRow, ...]:
-    """Returns the collectives in the text of optimized HLO, as in `Audit.collectives`."""
+    """Returns the collectives of a compiled program, as in `Audit.collectives`."""
     grouped: dict[tuple[Any, ...], list[Collective]] = {}
-    for combined in read_program(text).collectives:
+    for combined in program.collectives:
         if combined.group_size == 1:
             continue
         # XLA combines collectives of several purposes, such as those of a loss and gradients.

@@ -12,7 +12,7 @@ from rich.table import Table
 from gshard._util.errors import GShardError
 from gshard._util.html import html_of
 from gshard._util.text import bytes_of, text_of, text_table
-from gshard.sharding.budget import Budget, Traffic
+from gshard.sharding.budget import Budget, Traffic, products_table
 from gshard.train.global_loss.transfers import Transfer, transfers_table
 
 _NO_BUDGET = ("optimizer", "agree", "user", "loss")  # what an optimizer or a loss asks for itself
@@ -73,6 +73,8 @@ class Audit:
       loss_transfers: what the loss needs of other devices' examples, with the user's lines, as
         `step.loss_transfers`.
       nodes: number of nodes, whose devices share fast links (NVLink, or those of a TPU slice).
+      flops: FLOP of all matrix products and convolutions in one run, on one device. None if one is
+        in a loop whose length is unknown.
 
     Example:
       >>> state, plan = gshard.shard_train_state(
@@ -90,6 +92,7 @@ class Audit:
     budget: Budget | None
     loss_transfers: tuple[Transfer, ...] = ()
     nodes: int = 1
+    flops: int | None = 0
 
     def elements(self, kind: str, scalars: bool = False) -> int:
         """Elements that collectives of one kind communicate, per device and run.
@@ -189,6 +192,8 @@ def _report(found: Audit) -> list[Table]:
         parts.append(_budget_table(found.budget, found.collectives))
     if found.loss_transfers:
         parts.append(transfers_table(found.loss_transfers))
+    if found.budget is not None:
+        parts += products_table(found.budget.products, found.flops)
     return [*parts, _memory_table(found)]
 
 

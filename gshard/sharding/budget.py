@@ -23,7 +23,9 @@ from gshard.sharding.layout import Layout
 from gshard.sharding.level import Accumulate, check_accumulate
 from gshard.sharding.mesh import Group, Hop
 from gshard.sharding.nodes import Nodes, nodes_of
-from gshard.sharding.plan import Plan
+from gshard.sharding.plan import Plan, UpdateProducts
+
+UNSHARED_SHARE = 0.05  # of an optimizer's FLOP, from which a matrix is named
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Budget:
         itself communicates are not counted.
       host: bytes in host memory per device, by the same names; 0 without `offload=`.
       nodes: number of nodes, whose devices share fast links (NVLink, or those of a TPU slice).
+      products: what an optimizer that multiplies matrices computes and sends; None if it has no
+        products, or they were not asked for.
 
     Example:
       >>> state, plan = gshard.shard_train_state(
@@ -96,6 +100,7 @@ class Budget:
     communicated: tuple[Traffic, ...]
     host: dict[str, int] = field(default_factory=dict)
     nodes: int = 1
+    products: UpdateProducts | None = None
 
     def elements(self, kind: str) -> int:
         """Returns the number of elements that collectives of one kind communicate."""
@@ -133,7 +138,24 @@ class Budget:
         total = f"sent by one device in one step: {bytes_of(self.wire_bytes)}"
         if self.nodes > 1:
             total += f", {bytes_of(self.network_bytes)} of this between {self.nodes} nodes"
-        return [title, memory, sent, total]
+        return [title, memory, sent, total, *products_table(self.products)]
+
+
+def products_table(products: UpdateProducts | None, found: int | None = None) -> list[Table]:
+    """Returns a table of matrix products; `found` is the FLOP of the whole program."""
+    if products is None:
+        return []
+    title = "Matrix products of the optimizer, per device and update"
+    table = text_table(title, ("amount",), ("number",))
+    table.add_row("FLOP", f"{products.flops:,}")
+    if found is not None:
+        table.add_row("FLOP of the whole program", f"{found:,}")
+    table.add_row("FLOP without sharding", f"{products.one_device:,}")
+    table.add_row("elements sent by all-to-all", f"{products.sent:,}")
+    for name, flops in products.unshared:
+        if flops > UNSHARED_SHARE * products.one_device:
+            table.add_row(f"FLOP for {name}, which has no equal: on every device", f"{flops:,}")
+    return [table]
 
 
 def budget(
@@ -144,6 +166,7 @@ def budget(
     reshard_after_forward: bool | int = True,
     loss_transfers: Iterable[LossTransfer] | None = (),
     devices_per_node: int | None = None,
+    products: UpdateProducts | None = None,
 ) -> Budget:
     """Computes the memory and traffic of a step from a plan, without compiling anything.
 
@@ -159,6 +182,8 @@ def budget(
         the first call. A plan does not know it; `step.budget` has it.
       devices_per_node: how many neighbours in the mesh share fast links, such as the 8 GPUs of a
         host. By default JAX says so of GPUs and TPUs; CPU devices are one node.
+      products: what an optimizer such as Muon computes, `plan.update_products`, which traces an
+        update; `step.budget` has it.
 
     Returns:
       A `Budget`, in bytes and elements per device.
@@ -224,6 +249,7 @@ def budget(
         ),
         {name: _bytes(found, on_host=True) for name, found in layouts.items()},
         nodes.count,
+        products,
     )
 
 

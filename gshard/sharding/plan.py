@@ -29,11 +29,32 @@ from gshard.train_state import Components, Kind, kind_of
 from gshard.train_state.components import ShardedOptState
 
 
+@dataclass(frozen=True)
+class UpdateProducts:
+    """The matrix products of an optimizer in one update, as for Muon or Shampoo.
+
+    Equal matrices are shared among the devices: each goes to one device, which computes for it.
+
+    Attributes:
+      flops: FLOP of one device, two for each multiply-add.
+      one_device: FLOP without sharding.
+      sent: elements that all-to-alls send to the devices that compute and back, per device, and
+        once for each mesh axis.
+      unshared: what every device computes as no other matrix is equal: parameters, and FLOP.
+    """
+
+    flops: int
+    one_device: int
+    sent: int = 0
+    unshared: tuple[tuple[str, int], ...] = ()
+
+
 class ShardedTransformation(optax.GradientTransformationExtraArgs):
     """An optax transformation that carries the plan it follows."""
 
     plan: Plan
     fetch_sizes: Callable[[], tuple[int, ...]]  # returns `plan.fetched_at_once`
+    products: Callable[[], UpdateProducts | None]  # returns `plan.update_products`
 
     def __deepcopy__(self, _: dict[int, Any]) -> ShardedTransformation:
         return self  # it has no arrays
@@ -121,6 +142,17 @@ class Plan:
         There is a single group if the optimizer computes across parameters.
         """
         return self.optimizer.fetch_sizes() if self.bytes_per_device["host"] else ()
+
+    @functools.cached_property
+    def update_products(self) -> UpdateProducts | None:
+        """The matrix products of an update; None for an optimizer without any.
+
+        Also None for one that needs arguments which a train step does not give.
+        """
+        try:
+            return self.optimizer.products()
+        except GShardError:
+            return None
 
     def sharding(self, layout: Layout | None = None) -> NamedSharding:
         """Returns the `NamedSharding` of a layout, with its memory; replicated without a layout."""

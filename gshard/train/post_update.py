@@ -15,7 +15,8 @@ from gshard.sharding.plan import Plan
 from gshard.sharding.quantized_array import is_quantized
 from gshard.sharding.state_dtype import decoded_layouts
 from gshard.train.optim.offload import to_device, to_host
-from gshard.train.optim.optimizer import cut_padding, keep_unless
+from gshard.train.optim.optimizer import cut_padding
+from gshard.train.optim.skip_update import keep_unless
 from gshard.train_state import Components
 
 

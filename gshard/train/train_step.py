@@ -27,7 +27,8 @@ from gshard.train.gradients import GradientStage
 from gshard.train.late_checks import late_checks
 from gshard.train.latest_state import LatestState
 from gshard.train.nonfinite_leaves import flags_sharding, watch_of
-from gshard.train.optim.optimizer import keep_unless, update_and_all_gather
+from gshard.train.optim.optimizer import update_and_all_gather
+from gshard.train.optim.skip_update import keep_unless
 from gshard.train.options import (
     MAX_BAD_STEPS,
     LossSemantics,
@@ -228,9 +229,10 @@ class TrainStep:
     @property
     def budget(self) -> Budget:
         """The memory and traffic of this step, computed from its plan and `loss_transfers`."""
-        names = ("micro_batches", "accumulate", "reshard_after_forward")
-        given = {name: getattr(self.options, name) for name in names}
-        return budget(self.plan, **given, loss_transfers=self.loss_transfers or ())
+        names, plan = ("micro_batches", "accumulate", "reshard_after_forward"), self.plan
+        given: dict[str, Any] = {name: getattr(self.options, name) for name in names}
+        given |= {"loss_transfers": self.loss_transfers or (), "products": plan.update_products}
+        return budget(plan, **given)
 
     def __deepcopy__(self, _: dict[int, Any]) -> TrainStep:
         return TrainStep(self._loss_fn, self.plan, self.options)

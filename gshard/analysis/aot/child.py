@@ -214,7 +214,8 @@ def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
         buffers = read_dumped_memory(Path(folder), target.platform, paths)
     text = compiled.as_text() if compiled else buffers and buffers.text
     nodes = nodes_of(mesh, target.devices_per_node)
-    rows = collective_rows(text, mesh, nodes) if text else ()
+    program = read_program(text) if text else None
+    rows = collective_rows(program, mesh, nodes) if program else ()
     found = {
         "target": target.text,
         "devices": target.devices,
@@ -225,6 +226,7 @@ def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
         "lowering_seconds": round(lowering, 1),
         "compile_seconds": round(compiling, 1),
         "collectives": list(map(dataclasses.asdict, rows)),
+        "flops": program and program.flops,
         **wire_traffic(text, nodes),
         **_memory(target, compiled, buffers, said),
     }

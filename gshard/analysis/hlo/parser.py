@@ -43,6 +43,13 @@ class Array:
         return -(-self.elements * self.bits // 8)
 
 
+def read_sizes(shape: str) -> tuple[int, ...]:
+    """Returns the sizes of the dimensions of an array, from the text of its shape."""
+    found = _ARRAY.search(_COMMENT.sub("", shape))
+    sizes = found[2].split(",") if found else []
+    return tuple(int(size.strip().removeprefix("<=")) for size in sizes if size.strip())
+
+
 def read_arrays(shape: str) -> tuple[Array, ...]:
     """Returns the arrays in a shape's text, in order, nested tuples flattened, without tokens.
 

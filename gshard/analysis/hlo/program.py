@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from gshard.analysis.hlo.parser import (
     Array,
@@ -19,6 +20,7 @@ from gshard.analysis.hlo.parser import (
     read_pairs,
     split_top_level,
 )
+from gshard.analysis.hlo.products import is_product, product_flops
 from gshard.analysis.hlo.trip_count import Frame, trip_count
 from gshard.sharding.nodes import Nodes, sent_share
 
@@ -131,14 +133,20 @@ def _last_group(op_name: str) -> int | None:
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """What a compiled program communicates, in the order of the text.
+    """What a compiled program communicates and multiplies.
 
-    `aliases` is the number of outputs that take over the memory of a donated argument.
+    Attributes:
+      devices: the number of devices that it runs on.
+      aliases: outputs that take over the memory of a donated argument.
+      collectives: in the order of the text.
+      flops: FLOP of matrix products and convolutions per run on one device, two for each
+        multiply-add; None if one is in a loop of unknown length.
     """
 
     devices: int
     aliases: int
     collectives: tuple[Collective, ...]
+    flops: int | None
 
 
 def read_program(text: str) -> CompiledProgram:
@@ -151,10 +159,19 @@ def read_program(text: str) -> CompiledProgram:
 
     devices = number("num_partitions") * number("replica_count")
     entry = Frame(module, module.computations[module.entry])
+    collectives = _Walk(
+        module,
+        lambda x: bool(_kind(x)),
+        _Collectives(module, devices).make,
+        lambda x: x.wire_bytes,
+    )
+    products = _Walk(module, is_product, _product, lambda x: x.flops)
+    flops = [x.flops for x in products.walk(entry, _Context())]
     return CompiledProgram(
         devices=devices,
         aliases=len(re.findall(r"\{[\d,\s]*\}: \(\d+, \{[\d,\s]*\}, \w+-alias\)", module.header)),
-        collectives=tuple(_Reader(module, devices).collectives(entry, _Context())),
+        collectives=tuple(collectives.walk(entry, _Context())),
+        flops=None if None in flops else sum(flops),
     )
 
 
@@ -168,22 +185,34 @@ class _Context:
     op_name: str = ""
 
 
-class _Reader:
-    """Reads a program from its entry; yields each collective once per path of calls."""
+class _Flops(NamedTuple):
+    flops: int | None
 
-    def __init__(self, module: Module, devices: int):
-        self._module = module
-        self._devices = devices
-        self._communicates: dict[str, bool] = {}
 
-    def collectives(self, frame: Frame, context: _Context) -> Iterator[Collective]:
-        started = _started(frame.computation)
+class _Walk:
+    """Finds instructions from the entry of a program; each once per path of calls to it.
+
+    Of the branches of a conditional it takes the one in which they weigh most.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        matches: Callable[[Instruction], bool],
+        make: Callable[[Instruction, Computation, _Context], Any],
+        weight: Callable[[Any], float | None],
+    ):
+        self._module, self._matches, self._make, self._weight = module, matches, make, weight
+        self._found: dict[str, bool] = {}
+
+    def walk(self, frame: Frame, context: _Context) -> Iterator[Any]:
         for instruction in frame.computation.instructions:
-            if _kind(instruction):
-                if started is None or instruction.name in started:
-                    yield self._collective(instruction, frame.computation, context, bool(started))
+            if self._matches(instruction):
+                made = self._make(instruction, frame.computation, context)
+                if made is not None:
+                    yield made
                 continue
-            called = [name for name in _called(instruction) if self._has_collectives(name)]
+            called = [name for name in _called(instruction) if self._has_any(name)]
             if not called:
                 continue
             opcode = instruction.opcode
@@ -195,37 +224,56 @@ class _Reader:
             elif opcode == "conditional":
                 inner = dataclasses.replace(inner, conditional=True)
                 branches = [
-                    list(self.collectives(frame.enter(instruction, name), inner)) for name in called
+                    list(self.walk(frame.enter(instruction, name), inner)) for name in called
                 ]
-                yield from max(branches, key=_wire_bytes)
+                yield from max(branches, key=self._total)
             else:
                 inner = dataclasses.replace(inner, op_name=instruction.op_name or context.op_name)
                 for name in called:
-                    yield from self.collectives(frame.enter(instruction, name), inner)
+                    yield from self.walk(frame.enter(instruction, name), inner)
 
     def _loop(
         self, frame: Frame, loop: Instruction, called: list[str], context: _Context
-    ) -> Iterator[Collective]:
+    ) -> Iterator[Any]:
         runs = trip_count(frame, loop)
         for name in called:
             times = None
             if runs is not None and context.times is not None:  # the last check ends the loop
                 times = context.times * (runs + (name in loop.names("condition")))
             inner = dataclasses.replace(context, times=times)
-            yield from self.collectives(frame.enter(loop, name), inner)
+            yield from self.walk(frame.enter(loop, name), inner)
 
-    def _has_collectives(self, name: str) -> bool:
-        if name not in self._communicates:
+    def _has_any(self, name: str) -> bool:
+        if name not in self._found:
             computation = self._module.computations.get(name)
-            self._communicates[name] = computation is not None and any(
-                _kind(instruction) or any(map(self._has_collectives, _called(instruction)))
+            self._found[name] = computation is not None and any(
+                self._matches(instruction) or any(map(self._has_any, _called(instruction)))
                 for instruction in computation.instructions
             )
-        return self._communicates[name]
+        return self._found[name]
 
-    def _collective(
-        self, instruction: Instruction, computation: Computation, context: _Context, started: bool
-    ) -> Collective:
+    def _total(self, found: list[Any]) -> float:
+        weights = [self._weight(x) for x in found]
+        return sum(float("inf") if weight is None else weight for weight in weights)
+
+
+class _Collectives:
+    """Makes the collectives of a program."""
+
+    def __init__(self, module: Module, devices: int):
+        self._module = module
+        self._devices = devices
+        self._starts: dict[str, frozenset[str] | None] = {}
+
+    def make(
+        self, instruction: Instruction, computation: Computation, context: _Context
+    ) -> Collective | None:
+        """Returns the collective of an instruction; None if another one starts it."""
+        if computation.name not in self._starts:
+            self._starts[computation.name] = _started(computation)
+        started = self._starts[computation.name]
+        if started is not None and instruction.name not in started:
+            return None
         kind, groups = _kind(instruction), read_groups(instruction)
         inputs = instruction.operands
         if kind in ("ragged-all-to-all", "send"):
@@ -244,7 +292,7 @@ class _Reader:
             groups=groups,
             pairs=read_pairs(instruction),
             group_size=2 if kind == "send" else group_size,
-            asynchronous=context.asynchronous or started or (in_pair and overlaps),
+            asynchronous=context.asynchronous or bool(started) or (in_pair and overlaps),
             conditional=context.conditional,
             op_name=instruction.op_name or context.op_name or self._reducer_op_name(instruction),
         )
@@ -256,9 +304,8 @@ class _Reader:
         return next((root.op_name for root in roots), "")
 
 
-def _wire_bytes(collectives: list[Collective]) -> float:
-    wires = [collective.wire_bytes for collective in collectives]
-    return sum(float("inf") if wire is None else wire for wire in wires)
+def _product(instruction: Instruction, computation: Computation, context: _Context) -> _Flops:
+    return _Flops(context.times and context.times * product_flops(instruction, computation))
 
 
 def _kind(instruction: Instruction) -> str:

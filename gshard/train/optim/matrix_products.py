@@ -9,117 +9,26 @@ cannot shard them again; each device keeps its shard of the result. All else is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
-from jax import core as jax_core
-from jax.extend import core
 
 from gshard._util.jaxpr import (
     all_equations,
-    bind,
     bind_inlined,
-    called,
     evaluate,
-    in_scope,
     opened,
-    with_inner,
+    product_flops,
 )
 from gshard._util.jaxpr_dataflow import PRODUCTS, UNKNOWN, Dim, back, join, sharded_dims
 from gshard.sharding.layout import Layout
-from gshard.sharding.plan import Plan
+from gshard.sharding.plan import Plan, UpdateProducts
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import all_gather_updated
-
-# Layouts that the user sets, which XLA has to see.
-_LAYOUT_PRIMITIVES = ("sharding_constraint", "shard_map", "reshard")
-
-
-@dataclass
-class TracedEquation:
-    """One equation, with its operands and results as numbers of values."""
-
-    eqn: Any
-    ins: list[int]
-    outs: list[int]
-    can_be_mapped: bool  # inside a `shard_map`
-    has_product: bool  # is, or contains, a matrix product
-    replicated: bool = False  # runs on gathered values, on every device
-    branches: Sequence[Callable[[Sequence[Any]], Any]] = ()  # replace those of a `cond`
-
-    def run(self, values: dict[int, Any]) -> None:
-        """Evaluates the equation and adds its results to `values`."""
-        given = [values[i] for i in self.ins]
-        with in_scope(self.eqn):
-            results = (
-                jax.lax.switch(given[0], self.branches, given[1:])
-                if self.branches
-                else bind(self.eqn, given)
-            )
-        values.update(zip(self.outs, results, strict=True))
-
-
-class TracedUpdate:
-    """The equations of a jaxpr in order, with calls that contain matrix products inlined."""
-
-    def __init__(self, jaxpr: Any, consts: Sequence[Any]):
-        self.steps: list[TracedEquation] = []
-        self.avals: list[Any] = []  # shape and dtype of every value, by its number
-        self.literals: dict[int, Any] = {}
-        self.consts: dict[int, Any] = {}  # arrays that the function closed over
-        self.unknown_layout: set[int] = set()  # constants of unknown layout, such as a batch
-        self.inputs: list[int] = [self.add_value(v.aval) for v in jaxpr.invars]
-        self.outputs: list[int] = self._add_equations(jaxpr, consts, self.inputs)
-
-    def add_value(self, aval: Any) -> int:
-        """Adds a value and returns its number."""
-        self.avals.append(aval)
-        return len(self.avals) - 1
-
-    def bytes(self, *values: int) -> int:
-        """Returns the total size of these values, unsharded."""
-        return sum(self.avals[i].size * self.avals[i].dtype.itemsize for i in values)
-
-    def computed_from(self, values: Iterable[int]) -> set[int]:
-        """Returns these values and all values that depend on them."""
-        found = set(values)
-        for step in self.steps:
-            if not found.isdisjoint(step.ins):
-                found.update(step.outs)
-        return found
-
-    def _add_equations(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[int]) -> list[int]:
-        known = dict(zip(jaxpr.invars, inputs, strict=True))
-
-        def read(v: Any) -> int:
-            if not isinstance(v, core.Literal):
-                return known[v]
-            i = self.add_value(v.aval)
-            self.literals[i] = v.val
-            return i
-
-        for v, const in zip(jaxpr.constvars, consts, strict=True):
-            i = known[v] = self.add_value(v.aval)
-            self.consts[i] = const
-            if v.aval.size > 1 and isinstance(const, jax_core.Tracer):
-                self.unknown_layout.add(i)
-        for eqn in jaxpr.eqns:
-            ins, body = [read(v) for v in eqn.invars], called(eqn)
-            has_product = any(inner.primitive.name in PRODUCTS for inner in with_inner(eqn))
-            if body and has_product:
-                outs = self._add_equations(*body, ins)
-            else:
-                outs = [self.add_value(v.aval) for v in eqn.outvars]
-                can_be_mapped = not any(
-                    inner.effects or inner.primitive.name in _LAYOUT_PRIMITIVES
-                    for inner in with_inner(eqn)
-                )
-                self.steps.append(TracedEquation(eqn, ins, outs, can_be_mapped, has_product))
-            known.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+from gshard.train.optim.owned_chains import Chain, OwnedGroup, chains_of, groups_of, in_waves
+from gshard.train.optim.traced_update import TracedEquation, TracedUpdate
 
 
 class GatheredUpdate:
@@ -177,6 +86,38 @@ class GatheredUpdate:
         for step in self._steps:
             if step.replicated or step.branches or step.has_product:
                 step.ins = [copies.get(i, i) for i in step.ins]
+        self.owned: list[OwnedGroup] = self._find_owned() if self._plan.group.size > 1 else []
+
+    def _find_owned(self) -> list[OwnedGroup]:
+        """Returns the groups of equal chains, which are not gathered but sent to owners."""
+        traced, steps, literals = self._traced, self._steps, self._traced.literals
+        chains = chains_of(steps, self.sources, set(literals), self._outputs)
+        known = {*traced.inputs, *traced.consts, *literals}
+        needed = {i for step in steps if step.branches for i in step.ins}
+        needed.update(*(chain.given for chain in chains))
+
+        def program(chain: Chain) -> Callable[..., list[Any]]:
+            def run(*arrays: Any) -> list[Any]:
+                values = dict(zip((*chain.copies, *chain.given), arrays, strict=True)) | literals
+                for step in chain.steps:
+                    step.run(values)
+                return [values[i] for i in chain.results]
+
+            return run
+
+        return groups_of(
+            in_waves(chains, steps, self.sources, known),
+            program,
+            traced.avals,
+            lambda i: self._layout(i, self._dims[i]),
+            lambda i: self._layout(i, None if i in needed else self._dim_of_result(i)),
+        )
+
+    def _dim_of_result(self, i: int) -> Dim:
+        """The sharded dimension in which a result is wanted: at the end, else by who reads it."""
+        readers = (x for x in self._steps if i in x.ins and len(x.outs) == 1 and not x.replicated)
+        wanted = (back(x.eqn, self._dims[x.outs[0]])[x.ins.index(i)] for x in readers)
+        return self._ends.get(i, join(*wanted))
 
     def _find_wanted(self, known: set[int]) -> set[int]:
         """Follows the sharded dimensions, given the gathered values; returns what else to gather.
@@ -252,20 +193,72 @@ class GatheredUpdate:
                 self._gathered.add(out)
         return outs
 
+    def products(self, paths: Sequence[str] = ()) -> UpdateProducts:
+        """Counts the matrix products; `paths` name the inputs."""
+        found = [UpdateProducts(x.flops, 0, x.sent) for x in self.owned]
+        shared = {id(x) for group in self.owned for chain in group.chains for x in chain.steps}
+        chains = chains_of(self._steps, self.sources, set(self._traced.literals), self._outputs)
+        for step in self._steps:
+            if step.branches:
+                found.append(max((x.products() for x in step.branches), key=lambda x: x.one_device))
+            elif step.has_product:
+                count = product_flops(step.eqn)
+                sharded = any(dim is not None for dim in self._dims_of(step))
+                own = (
+                    0 if id(step) in shared else count // (self._plan.group.size if sharded else 1)
+                )
+                found.append(UpdateProducts(own, count))
+        alone = [x for x in chains if id(x.steps[0]) not in shared]
+        alone = [(self._name(x, paths), sum(product_flops(s.eqn) for s in x.steps)) for x in alone]
+        return UpdateProducts(
+            *(sum(getattr(x, name) for x in found) for name in ("flops", "one_device", "sent")),
+            tuple(alone),
+        )
+
+    def _name(self, chain: Chain, paths: Sequence[str]) -> str:
+        """Names a chain after the shortest path of an input that it is computed from."""
+        made, seen = {i: step for step in self._steps for i in step.outs}, set(chain.sources)
+        rest = list(seen)
+        while rest:
+            step = made.get(rest.pop())
+            rest += [i for i in (step.ins if step else ()) if i not in seen]
+            seen.update(rest)
+        shapes = [self._traced.avals[i].shape for i in chain.sources]
+        named = zip(self._traced.inputs, paths, strict=False)
+        found = [x for i, x in named if i in seen and self._traced.avals[i].shape in shapes]
+        return min(found, key=len, default=str(shapes[0]))
+
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Runs the update on arguments in the global view."""
         inputs = zip(self._traced.inputs, args, strict=True)
         values = {**self._traced.literals, **self._traced.consts, **dict(inputs)}
-        rest, waiting, ends = self._steps, list(self.sources), []
-        while rest:
+        owned, ends = list(self.owned), []
+        of_owners = [chain for group in owned for chain in group.chains]
+        waiting = sorted(set(self.sources).difference(*(chain.copies for chain in of_owners)))
+        elsewhere = {id(step) for chain in of_owners for step in chain.steps}
+        rest = [step for step in self._steps if id(step) not in elsewhere]
+        while rest or owned:
             later: list[TracedEquation] = []
             for step in rest:
                 if step.replicated or any(i not in values for i in step.ins):
                     later.append(step)
                 else:
                     step.run(values)
-            rest = self._run_replicated(later, values, waiting, ends)
+            group = next((x for x in owned if x.reads <= values.keys()), None)
+            if group is None:
+                rest = self._run_replicated(later, values, waiting, ends, owned)
+            else:
+                owned.remove(group)
+                rest = later
+                self._run_owned(group, values, ends)
         return [values[i] for i in self._outputs]
+
+    def _run_owned(self, group: OwnedGroup, values: dict[int, Any], ends: list[Any]) -> None:
+        """Runs a group of equal chains; two are in progress at most."""
+        after = ends[-2] if ends[:-1] and self.in_order else None
+        found = group(values, self._plan, after)
+        ends.append(list(found.values()))
+        values.update(found)
 
     def _run_replicated(
         self,
@@ -273,8 +266,12 @@ class GatheredUpdate:
         values: dict[int, Any],
         waiting: list[int],
         ends: list[Any],
+        owned: Sequence[OwnedGroup],
     ) -> list[TracedEquation]:
-        """Gathers a bucket, runs what it enables and returns the rest; two are gathered at most."""
+        """Gathers a bucket, runs what it enables and returns the rest; two are gathered at most.
+
+        `owned` groups run later.
+        """
         copies, size = [], 0
         for i in [i for i in waiting if self.sources[i] in values]:
             size += self._traced.avals[i].size
@@ -291,12 +288,15 @@ class GatheredUpdate:
                 later.append(step)
         literals = self._traced.literals
         given = sorted({i for step in steps for i in step.ins} - made - set(literals))
-        results = sorted(made & {i for step in later for i in step.ins}.union(self._outputs))
+        given_later = {i for group in owned for chain in group.chains for i in chain.given}
+        results = {i for step in later for i in step.ins}.union(self._outputs, given_later)
+        results = sorted(made & results)
         if not results:
             return later
         sources = [self.sources[i] for i in copies]
         layouts = [self._layout(i, self._dims[i]) for i in sources]
         needed = {i for step in later if step.replicated or step.branches for i in step.ins}
+        needed |= given_later
         kept = [self._layout(i, None if i in needed else self._ends.get(i)) for i in results]
         shards = self._plan.pin([values[i] for i in sources], layouts)
         if ends[:-1] and self.in_order:
@@ -336,8 +336,12 @@ def with_gathered_operands(
     args: Sequence[Any],
     layouts: Sequence[Layout],
     results: Sequence[Layout],
+    record: Callable[[UpdateProducts], None] | None = None,
 ) -> Any:
-    """Computes `fun(*args)` in the global view, with its matrix products on gathered operands."""
+    """Computes `fun(*args)` in the global view, with its matrix products on gathered operands.
+
+    `record` gets what is known of these, if there are any.
+    """
     # Traced without a mesh in its types: a derivative inside the `shard_map` meets another there.
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), args
@@ -352,5 +356,7 @@ def with_gathered_operands(
     update = GatheredUpdate(traced, [layout.dim for layout in layouts], [], ends, [], plan)
     on_host = (i for i, x in zip(traced.inputs, layouts, strict=True) if x.on_host)
     update.in_order = traced.computed_from(on_host).isdisjoint(update.sources.values())
+    if record is not None:
+        record(update.products([layout.path for layout in layouts]))
     gathers = update.sources or any(step.branches for step in traced.steps)
     return jax.tree.unflatten(structure, update(flat) if gathers else as_traced())

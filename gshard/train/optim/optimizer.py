@@ -15,19 +15,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
-from jax.extend.core import Literal
 
 from gshard._util.errors import GShardError, some
-from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope
 from gshard._util.pytree import differences, flatten, map_leaves, same_leaves
 from gshard.sharding.layout import Layout, all_replicated
-from gshard.sharding.plan import Plan, ShardedTransformation
+from gshard.sharding.plan import Plan, ShardedTransformation, UpdateProducts
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import all_gather_updated, local_shard
 from gshard.train.gradients import refuse_local_gradients
 from gshard.train.optim.matrix_products import with_gathered_operands
 from gshard.train.optim.offload import to_device, to_host, transfer_sizes, update_through_device
+from gshard.train.optim.skip_update import keep_unless, skip_state_where
 from gshard.train_state.components import ShardedOptState
 
 
@@ -71,6 +69,7 @@ def shard_optimizer(plan: Plan) -> ShardedTransformation:
 
     wrapped = ShardedTransformation(init, update)  # pyright: ignore[reportArgumentType]
     wrapped.plan, wrapped.fetch_sizes = plan, partial(_transfer_sizes, plan)
+    wrapped.products = partial(_products, plan)
     return wrapped
 
 
@@ -94,12 +93,16 @@ def update_and_all_gather(
 
 
 def _shard_update(
-    plan: Plan, grads: Any, extra: dict[str, Any], updates: jax.Array | None
+    plan: Plan,
+    grads: Any,
+    extra: dict[str, Any],
+    updates: jax.Array | None,
+    record: Callable[[UpdateProducts], None] | None = None,
 ) -> Callable[..., Any]:
     """Makes the update: a function of state and parameters that returns new shards and state."""
 
     def on_device(state: ShardedOptState, params: Any) -> tuple[Any, ShardedOptState]:
-        changes, after, own = _update_shards(plan, grads, state, params, extra, updates)
+        changes, after, own = _update_shards(plan, grads, state, params, extra, updates, record)
         new = optax.apply_updates(own, changes)
         if updates is not None:
             new = keep_unless(updates, new, own)
@@ -113,15 +116,34 @@ def _transfer_sizes(plan: Plan) -> tuple[int, ...]:
     """Returns the bytes per device of each group that a train step copies from the host."""
     found: list[int] = []
 
-    def trace(grads: Any, loss: Any, updates: Any, state: ShardedOptState, params: Any) -> None:
-        update = _shard_update(plan, grads, {"value": loss}, updates)
+    def trace(update: Any, state: Any, params: Any) -> None:
         found.extend(transfer_sizes(update, state, params, plan))
+
+    _trace_update(plan, trace)
+    return tuple(found)
+
+
+def _products(plan: Plan) -> UpdateProducts | None:
+    """Returns the matrix products of an update; None if it has none."""
+    found: list[UpdateProducts] = []
+
+    def trace(update: Any, state: Any, params: Any) -> None:
+        update(to_device(state, plan.layouts.opt_state), to_device(params, plan.params))
+
+    _trace_update(plan, trace, found.append)
+    return found[-1] if found else None
+
+
+def _trace_update(plan: Plan, use: Callable[..., Any], record: Any = None) -> None:
+    """Traces `use(update, state, params)` for the update of a train step."""
+
+    def trace(grads: Any, loss: Any, updates: Any, state: ShardedOptState, params: Any) -> None:
+        use(_shard_update(plan, grads, {"value": loss}, updates, record), state, params)
 
     parts = plan.abstract_components()
     grads = jax.tree.map(plan.abstract, plan.grads)
     numbers = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_))
     jax.eval_shape(trace, grads, *numbers, parts.opt_state, parts.params)
-    return tuple(found)
 
 
 def _in_compute_dtype(new: Any, state: ShardedOptState, plan: Plan) -> tuple[Any, ShardedOptState]:
@@ -153,11 +175,12 @@ def _update_shards(
     params: Any,
     extra: dict[str, Any],
     updates: jax.Array | None = None,
+    record: Callable[[UpdateProducts], None] | None = None,
 ) -> tuple[Any, ShardedOptState, Any]:
     """Runs `plan.tx` on every device's shards, in the global view and on logical shapes.
 
     Returns updates, the new state, which where `updates` is false is the old one, and the shards of
-    the parameters.
+    the parameters. `record` gets what is known of its matrix products, if it has any.
     """
     reduced = jax.tree.leaves(plan.grads)
     same_leaves(grads, (layout.path for layout in reduced), "the gradients are")
@@ -186,7 +209,7 @@ def _update_shards(
         arguments = (logical, inner, own, scalars, updates)
         rest = jax.tree.leaves(all_replicated((scalars, updates), plan.group))
         changes, inner = with_gathered_operands(
-            run, plan, arguments, [*results, *reduced, *rest], results
+            run, plan, arguments, [*results, *reduced, *rest], results, record
         )
         changes = cut_padding(plan.pin(changes, plan.grads), plan.grads)
         inner = plan.encode(plan.pin(inner, of_state))
@@ -267,65 +290,6 @@ def _raise_optimizer_error(error: Exception) -> None:
             "gives it value= (the loss); pass what else it needs in your own loop: "
             "state.tx.update(grads, state.opt_state, state.params, ...)."
         ) from error
-
-
-def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:
-    """Returns the new values where a step updates, else the old ones."""
-
-    def chosen(x: Any, y: Any) -> jax.Array:
-        # A constant may have no shape and no dtype. This takes a third of `jnp.where`'s time.
-        if jnp.shape(x) == y.shape and getattr(x, "dtype", None) == y.dtype:
-            return lax.select_n(updates, y, x)
-        return jnp.where(updates, x, y)
-
-    return jax.tree.map(chosen, new, old)
-
-
-def skip_state_where(
-    update: Callable[[Any, Any, Any], tuple[Any, Any]], updates: jax.Array
-) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """Wraps `update(grads, state, params)` to keep the state where `updates` is false.
-
-    Every new leaf is selected where it is computed, so that later equations read the selected one.
-    Selected at the end, old and new state would both be alive, with no update in place.
-    """
-
-    def kept(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        args = (grads, state, params)
-        closed, shapes = jax.make_jaxpr(update, return_shape=True)(*args)
-        old = [None] * len(jax.tree.leaves(shapes[0])) + jax.tree.leaves(state)
-        results = _choosing(closed.jaxpr, closed.consts, jax.tree.leaves(args), old, updates)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return kept
-
-
-def _choosing(
-    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], old: Sequence[Any], updates: jax.Array
-) -> list[Any]:
-    """Evaluates a jaxpr; results with an old value (not None) keep it where `updates` is false."""
-    due = {v: x for v, x in zip(jaxpr.outvars, old, strict=True) if not isinstance(v, Literal)}
-    chosen: dict[Any, Any] = {}  # the old value by variable
-
-    def run(eqn: Any, values: list[Any]) -> Sequence[Any]:
-        # Later equations were traced for the dtype of the new value.
-        wanted = {v: x for v in eqn.outvars if (x := due.get(v)) is not None}
-        wanted = {v: x for v, x in wanted.items() if x.dtype == v.aval.dtype}
-        chosen.update(wanted)
-        if eqn.primitive.name == JIT:
-            return _choosing(*body_of(eqn), values, [wanted.get(v) for v in eqn.outvars], updates)
-        with in_scope(eqn):
-            return [
-                keep_unless(updates, new, wanted[v]) if v in wanted else new
-                for v, new in zip(eqn.outvars, bind(eqn, values), strict=True)
-            ]
-
-    return [
-        new
-        if x is None or (not isinstance(v, Literal) and chosen.get(v) is x)
-        else keep_unless(updates, new, x)
-        for v, x, new in zip(jaxpr.outvars, old, evaluate(jaxpr, consts, inputs, run), strict=True)
-    ]
 
 
 def local_shards(

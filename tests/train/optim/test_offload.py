@@ -19,7 +19,7 @@ from optax import contrib
 import gshard
 from gshard._util.jaxpr import all_equations
 from gshard.sharding import make_plan
-from gshard.train.optim import matrix_products
+from gshard.train.optim import matrix_products, owned_chains
 from gshard.train.optim import offload as offload_module
 from tests import reference
 from tests.ahead_of_time import found_by
@@ -245,31 +245,34 @@ def orthogonal(grads: Any, _: Any) -> Any:
     return jax.tree.map(lambda x: 1.5 * x - 0.5 * (x @ x.T) @ x, grads)
 
 
-PRODUCTS: dict[str, tuple[Factory, int]] = {  # and how often a bucket waits for another
+PRODUCTS: dict[str, tuple[Factory, int]] = {  # and how often a round waits for another
     "muon": (lambda: contrib.muon(1e-2), 0),
     "of momentum": (lambda: optax.chain(optax.trace(0.9), optax.stateless(orthogonal)), 0),
-    "of gradients": (lambda: optax.chain(optax.stateless(orthogonal), optax.trace(0.9)), 2),
+    "of gradients": (lambda: optax.chain(optax.stateless(orthogonal), optax.trace(0.9)), 1),
 }
 
 
 @pytest.mark.parametrize("case", PRODUCTS)
-def test_matrices_that_are_multiplied_are_fetched_one_by_one(case, monkeypatch):
-    """Neither coefficients that all share nor the order of buckets ties them together."""
+def test_matrices_that_are_multiplied_are_fetched_one_for_each_device(case, monkeypatch):
+    """Neither coefficients that all share nor the order of groups ties more of them together."""
     make, wait = PRODUCTS[case]
     monkeypatch.setattr(offload_module, "GROUP_SIZE", 1)
-    monkeypatch.setattr(matrix_products, "BUCKET_SIZE", 64)
-    start = {f"w{i}": np.ones((10, 10), np.float32) for i in range(4)}
+    for module in (matrix_products, owned_chains):
+        monkeypatch.setattr(module, "BUCKET_SIZE", 64)
+    own = mesh().size
+    start = {f"w{i:02}": np.ones((10, 10), np.float32) for i in range(2 * own + 2)}
     state, plan = gshard.shard_train_state(
         (start, make()), mesh(), "os_g", min_shard_size=16, offload=True
     )
     on_host = {x.path.split("/")[-1] for x in jax.tree.leaves(plan.opt_state) if x.on_host}
     assert on_host == set(start)
-    assert plan.fetched_at_once == (2 * 10 * 4,) * 4
+    rounds = (1,) * len(start) if case == "of gradients" else (own, own, 2)
+    assert plan.fetched_at_once == tuple(many * 2 * 10 * 4 for many in rounds)
     grads = jax.tree.map(plan.abstract, plan.grads)
     program = jax.make_jaxpr(state.tx.update)(grads, state.opt_state, state.params)
     names = [eqn.primitive.name for eqn in all_equations(program.jaxpr)]
     barriers = names.count("optimization_barrier")
-    assert barriers == 3 * 4 + wait  # one before each group, two after each matrix
+    assert barriers == len(rounds) + 3 + wait  # before each copy, and after each round of owners
 
 
 def test_a_group_waits_for_the_one_before(monkeypatch):

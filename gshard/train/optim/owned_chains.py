@@ -1,0 +1,392 @@
+"""Computes equal chains of matrix products once: each on one device, which owns it.
+
+A *chain* is what connects gathered operands of an update with the results that are read elsewhere:
+for Muon the Newton-Schulz iteration of one matrix. On gathered operands every device would compute
+all chains. Chains that are the same program on the same shapes form a group here: their operands go
+to owners by an all-to-all, each owner computes its own ones, and the results come back as shards.
+A chain that treats the layers of a stack alike counts as one for each layer.
+
+Source: the idea of one owner per matrix is that of distributed Muon (Liu et al., 2025, "Muon is
+scalable for LLM training", section 2.3), which gathers to owners instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gshard._util.errors import GShardError
+from gshard._util.jaxpr import evaluate, product_flops
+from gshard._util.jaxpr_text import exact_text
+from gshard.sharding.layout import Layout
+from gshard.sharding.plan import Plan
+from gshard.train.comm.buckets import BUCKET_SIZE
+from gshard.train.comm.owners import from_items, from_owners, in_items, own_items, to_owners
+from gshard.train.global_loss.decide import placements_of
+from gshard.train.global_loss.evaluator import GlobalEvaluator
+from gshard.train.global_loss.placement import REPLICATED, sharded
+from gshard.train.optim.traced_update import TracedEquation
+
+
+@dataclass
+class Chain:
+    """TracedEquations between gathered operands and the results that are read elsewhere.
+
+    Attributes:
+      steps: the equations.
+      copies: values of the gathered operands.
+      sources: the values that these are gathered from.
+      given: values that every device has, such as coefficients and step counts.
+      results: values that other equations read, or outputs of the update.
+    """
+
+    steps: list[TracedEquation] = field(default_factory=list)
+    copies: list[int] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
+    results: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Item:
+    """The program of one item: of a chain, or of one layer of a chain on stacks.
+
+    Attributes:
+      closed: the jaxpr of `(*indices, *copies, *given)`; `indices` are those of the layer.
+      dims: the dimensions of all copies that are split into items.
+      counts: their sizes.
+      result_dims: for every result the dimensions that they become.
+    """
+
+    closed: Any
+    dims: tuple[int, ...]
+    counts: tuple[int, ...]
+    result_dims: tuple[tuple[int, ...], ...]
+
+
+def chains_of(
+    steps: Sequence[TracedEquation],
+    sources: Mapping[int, int],
+    known: set[int],
+    outputs: Sequence[int],
+) -> list[Chain]:
+    """Returns the connected parts of the equations that run on gathered operands.
+
+    Where a gathered operand is computed from a result of the same part, that is two chains, one
+    after the other.
+
+    Args:
+      steps: the equations of an update, in order.
+      sources: for every gathered copy the value that it is gathered from.
+      known: values that are written into the program.
+      outputs: results of the update.
+    """
+    own = [step for step in steps if step.replicated]
+    made = {i for step in own for i in step.outs}
+    rank: dict[int, int] = {}  # how many chains a value comes after
+    part_of: dict[Any, Any] = {}  # for a value of a rank another one of its part, or itself
+
+    def find(x: Any) -> Any:
+        while part_of.setdefault(x, x) != x:
+            part_of[x] = x = part_of[part_of[x]]
+        return x
+
+    for step in steps:
+        before = ((sources.get(i, i), not step.replicated and i in made) for i in step.ins)
+        now = max((rank.get(i, 0) + leaves for i, leaves in before), default=0)
+        rank.update(dict.fromkeys(step.outs, now))
+        for i in step.ins if step.replicated else ():
+            if i in sources or (i in made and rank[i] == now):
+                part_of[find((i, now))] = find((step.outs[0], now))
+        for i in step.outs if step.replicated else ():
+            part_of[find((i, now))] = find((step.outs[0], now))
+    chains: dict[Any, Chain] = {}
+    for step in own:
+        chains.setdefault(find((step.outs[0], rank[step.outs[0]])), Chain()).steps.append(step)
+    for chain in chains.values():
+        inside = {i for step in chain.steps for i in step.outs}
+        reads = dict.fromkeys(i for step in chain.steps for i in step.ins if i not in inside)
+        chain.copies = [i for i in reads if i in sources]
+        chain.sources = [sources[i] for i in chain.copies]
+        chain.given = [i for i in reads if i not in sources and i not in known]
+    elsewhere = {i for step in steps if not step.replicated for i in step.ins}.union(outputs)
+    elsewhere.update(*(chain.given for chain in chains.values()))
+    for chain in chains.values():
+        chain.results = [i for step in chain.steps for i in step.outs if i in elsewhere]
+    return [x for x in chains.values() if x.results and elsewhere.isdisjoint(x.copies)]
+
+
+def in_waves(
+    chains: Sequence[Chain],
+    steps: Sequence[TracedEquation],
+    sources: Mapping[int, int],
+    known: set[int],
+) -> list[list[Chain]]:
+    """Returns the chains in waves: none needs a result of its own wave or of a later one.
+
+    Chains that wait for their own results are left out.
+    """
+    owned = {id(step) for chain in chains for step in chain.steps}
+    rest = [step for step in steps if id(step) not in owned]
+    pending, waves, known = list(chains), [], set(known)
+
+    def ready(values: Sequence[int]) -> bool:
+        return all(sources.get(i, i) in known for i in values)
+
+    while True:
+        later = []
+        for step in rest:
+            if ready(step.ins):
+                known.update(step.outs)
+            else:
+                later.append(step)
+        rest = later
+        wave = [x for x in pending if ready(x.sources) and ready(x.given)]
+        if not wave:
+            return waves
+        waves.append(wave)
+        pending = [x for x in pending if not any(x is y for y in wave)]
+        known.update(i for chain in wave for step in chain.steps for i in step.outs)
+
+
+def item_of(
+    run: Callable[..., list[Any]],
+    copies: Sequence[jax.ShapeDtypeStruct],
+    given: Sequence[jax.ShapeDtypeStruct],
+    taken: Sequence[int | None],
+) -> Item:
+    """Returns the program of one item of a chain, `run(*copies, *given)`.
+
+    `taken` are the sharded dimensions of the copies; a dimension of items is another one.
+    """
+    closed, shapes = jax.make_jaxpr(run, return_shape=True)(*copies, *given)
+    dims, found = [], [[] for _ in shapes]
+    for d in range(min(x.ndim for x in copies)):
+        sizes = {x.shape[d] for x in copies}
+        if max(x.ndim for x in copies) < 3 or len(sizes) > 1 or sizes <= {0, 1} or d in taken:
+            continue
+        split = _of_one_index(closed, len(dims), copies, given, d)
+        if split is not None:
+            closed, copies, placed = split
+            dims.append((d, sizes.pop()))
+            for so_far, place in zip(found, placed, strict=True):
+                so_far.append(place)
+    split_dims, counts = zip(*dims, strict=True) if dims else ((), ())
+    return Item(closed, split_dims, counts, tuple(map(tuple, found)))
+
+
+def _of_one_index(
+    closed: Any,
+    indices: int,
+    copies: Sequence[jax.ShapeDtypeStruct],
+    given: Sequence[jax.ShapeDtypeStruct],
+    dim: int,
+) -> tuple[Any, list[jax.ShapeDtypeStruct], list[int]] | None:
+    """Returns the program of one entry along a dimension, its copies, and where results have it.
+
+    None where entries mix. These are the rules for examples of a batch, of which each is a
+    micro-batch: what needs all examples is an error.
+    """
+    size, placed = copies[0].shape[dim], []
+
+    def of_entry(*args: Any) -> list[Any]:
+        before, index, arrays = args[:indices], args[indices], args[indices + 1 :]
+        evaluator = GlobalEvaluator((), 1, size, index)
+        places = [REPLICATED] * indices + [sharded(dim)] * len(copies) + [REPLICATED] * len(given)
+        outs, _ = placements_of(evaluator, closed.jaxpr, places)
+        if not all(place.is_sharded and place.outer == 1 for place in outs):
+            raise GShardError("a result is not one of each entry")
+        placed.extend(place.dim for place in outs)
+        return evaluator.arrays(closed.jaxpr, closed.consts, places, [*before, *arrays], outs)
+
+    ones = [x.update(shape=(*x.shape[:dim], 1, *x.shape[dim + 1 :])) for x in copies]
+    numbers = [jax.ShapeDtypeStruct((), jnp.int32)] * (indices + 1)
+    try:
+        return jax.make_jaxpr(of_entry)(*numbers, *ones, *given), ones, placed
+    except GShardError:
+        return None
+
+
+@dataclass
+class OwnedGroup:
+    """Equal chains, whose items are shared among the devices.
+
+    Attributes:
+      chains: the chains.
+      item: the program of one item.
+      layouts: of the operands and of the results, the same for every chain. A result without a
+        sharded dimension is all-gathered.
+      replicas: how many replicas share the items.
+    """
+
+    chains: list[Chain]
+    item: Item
+    operands: list[Layout]
+    results: list[Layout]
+    replicas: int
+
+    @property
+    def items(self) -> int:
+        """How many items all chains have."""
+        return len(self.chains) * math.prod(self.item.counts)
+
+    @property
+    def flops(self) -> int:
+        """FLOP of matrix products that each device computes."""
+        return self._own * sum(map(product_flops, self.item.closed.jaxpr.eqns))
+
+    @property
+    def sent(self) -> int:
+        """Elements that all-to-alls send, per device and once for each axis."""
+        group, many = self.operands[0].group, math.prod(self.item.counts)
+        moved = [
+            x.stored_size // many for x in (*self.operands, *self.results) if x.dim is not None
+        ]
+        return self._own * sum(moved) * len(group.hops)
+
+    @property
+    def _own(self) -> int:
+        """How many items every device owns."""
+        return -(-self.items // (self.operands[0].group.size * self.replicas))
+
+    @property
+    def reads(self) -> set[int]:
+        """All values that the chains read."""
+        return {i for chain in self.chains for i in (*chain.sources, *chain.given)}
+
+    def __call__(
+        self, values: Mapping[int, Any], plan: Plan, after: Any = None
+    ) -> dict[int, jax.Array]:
+        """Returns the results by value, from values in the global view, once `after` is known."""
+        sources = [[values[i] for i in chain.sources] for chain in self.chains]
+        given = [[values[i] for i in chain.given] for chain in self.chains]
+        sources = [plan.pin(x, self.operands) for x in sources]
+        if after is not None:
+            sources, _ = jax.lax.optimization_barrier((sources, after))
+        found = jax.shard_map(
+            self._on_device,
+            mesh=plan.mesh,
+            in_specs=([[x.spec for x in self.operands]] * len(sources), jax.P()),
+            out_specs=[[x.spec for x in self.results]] * len(sources),
+            check_vma=False,
+        )(sources, given)
+        # Else XLA takes a shard of a full result where it is read, and keeps the result until then.
+        found = jax.lax.optimization_barrier(found)
+        return {
+            i: layout.unpad(x)
+            for chain, xs in zip(self.chains, found, strict=True)
+            for i, layout, x in zip(chain.results, self.results, xs, strict=True)
+        }
+
+    def _on_device(
+        self, shards: list[list[jax.Array]], given: list[list[Any]]
+    ) -> list[list[jax.Array]]:
+        group, item = self.operands[0].group, self.item
+        full = []
+        for layout, *several in zip(self.operands, *shards, strict=True):
+            stack = self._filled(jnp.concatenate([in_items(x, item.dims) for x in several]))
+            if layout.dim is None:
+                full.append(own_items(stack, group, self.replicas))
+                continue
+            own = to_owners(stack, layout.dim + 1, group, self.replicas)
+            size = layout.shape[layout.dim]
+            full.append(jax.lax.slice_in_dim(own, 0, size, axis=layout.dim + 1))
+        numbers = np.indices((len(self.chains), *item.counts)).reshape(1 + len(item.counts), -1).T
+        own = own_items(self._filled(jnp.asarray(numbers, jnp.int32)), group, self.replicas)
+        shared = [all(x is xs[0] for x in xs) for xs in zip(*given, strict=True)]
+        stacks = [
+            xs[0] if alike else jnp.stack(xs)
+            for xs, alike in zip(zip(*given, strict=True), shared, strict=True)
+        ]
+
+        def compute(given_of: Any) -> list[Any]:
+            number, arrays = given_of
+            rest = [x if alike else x[number[0]] for x, alike in zip(stacks, shared, strict=True)]
+            args = [*(number[1 + i] for i in range(len(item.counts))), *arrays, *rest]
+            return evaluate(item.closed.jaxpr, item.closed.consts, args)
+
+        batch = max(1, BUCKET_SIZE // max(math.prod(x.shape[1:]) for x in full))
+        if len(own) <= batch:
+            found = jax.vmap(compute)((own, full))
+        else:
+            found = jax.lax.map(compute, (own, full), batch_size=batch)
+        out = [
+            self._sent_back(x, *about)
+            for x, *about in zip(found, self.results, item.result_dims, strict=True)
+        ]
+        return [list(xs) for xs in zip(*out, strict=True)]
+
+    def _filled(self, items: jax.Array) -> jax.Array:
+        """Repeats the last item until every device owns as many."""
+        missing = -len(items) % (self.operands[0].group.size * self.replicas)
+        return jnp.concatenate([items, *[items[-1:]] * missing]) if missing else items
+
+    def _sent_back(self, own: jax.Array, layout: Layout, dims: tuple[int, ...]) -> list[jax.Array]:
+        """Returns one result of every chain, as this device stores it."""
+        dim = layout.dim
+        if dim is not None and layout.padding:
+            widths = [(0, layout.padding if d == dim + 1 else 0) for d in range(own.ndim)]
+            own = jnp.pad(own, widths)
+        x = from_owners(own, None if dim is None else dim + 1, layout.group, self.replicas)
+        x = x[: self.items].reshape(len(self.chains), -1, *x.shape[1:])
+        return [from_items(items, dims, self.item.counts) for items in x]
+
+
+def groups_of(
+    waves: Sequence[Sequence[Chain]],
+    program: Callable[[Chain], Callable[..., list[Any]]],
+    avals: Sequence[Any],
+    layout: Callable[[int], Layout],
+    result: Callable[[int], Layout],
+) -> list[OwnedGroup]:
+    """Returns groups of equal chains with at least two items, in the order to compute them.
+
+    `layout` and `result` give the layouts of what a chain reads, and of its results.
+    """
+    found = []
+    for wave in waves:
+        equal: dict[Any, OwnedGroup] = {}
+        for chain in wave:
+            copies, given = (
+                [
+                    jax.ShapeDtypeStruct(
+                        avals[i].shape, avals[i].dtype, weak_type=avals[i].weak_type
+                    )
+                    for i in values
+                ]
+                for values in (chain.copies, chain.given)
+            )
+            operands = [layout(i) for i in chain.sources]
+            item = item_of(program(chain), copies, given, [x.dim for x in operands])
+            results = [
+                x.replicated() if x.dim in dims else x
+                for x, dims in zip(map(result, chain.results), item.result_dims, strict=True)
+            ]
+            key = exact_text(item.closed), item.dims, item.counts, *operands, *results
+            equal.setdefault(key, OwnedGroup([], item, operands, results, 1)).chains.append(chain)
+        for group in equal.values():
+            if group.items > 1:
+                found += _in_rounds(group)
+    return found
+
+
+def _in_rounds(group: OwnedGroup) -> list[OwnedGroup]:
+    """Splits a group into rounds in which every device has a bucket of arrays, or one array."""
+    where, own = group.operands[0].group, math.prod(group.item.counts)
+    size = max(x.size for x in group.operands) // own
+    devices = where.size
+    if -(-group.items // where.devices) < -(-group.items // devices):
+        group.replicas, devices = where.replicas, where.devices
+    chains = devices // math.gcd(devices, own)  # the fewest that share the devices evenly
+    chains *= max(1, max(1, BUCKET_SIZE // size) * devices // (chains * own))
+    return [
+        dataclasses.replace(group, chains=group.chains[i : i + chains])
+        for i in range(0, len(group.chains), chains)
+    ]
