@@ -31,13 +31,13 @@ _SHORT = 16
 
 
 def in_state_dtype(
-    precision: Precision, layouts: Any, params: Mapping[str, Layout], made_of_params: set[str]
+    precision: Precision, layouts: Any, params: Mapping[str, Layout], no_moments: Mapping[str, str]
 ) -> tuple[Any, dict[str, str]]:
     """Returns the layouts of an optimizer state with `QuantizedArray`s of two layouts for moments.
 
-    Moments are arrays whose path ends in a parameter's and that have its shape. `made_of_params`
-    are the paths of those that begin with parameters' values, which are copies. The second result
-    says by path why arrays that belong to a parameter keep their dtype.
+    Moments are arrays whose path ends in a parameter's and that have its shape. `no_moments` says
+    by path why some of these are none. The second result says by path why arrays that belong to a
+    parameter keep their dtype.
     """
     paths, leaves, structure = flatten(layouts)
 
@@ -52,8 +52,8 @@ def in_state_dtype(
             continue
         wanted = _wanted(precision, path, end[1])
         axis, shards, block = _blocks(x)
-        if path in made_of_params:
-            kept[path] = "it begins with the parameter's values"
+        if path in no_moments:
+            kept[path] = no_moments[path]
         elif wanted is False:
             kept[path] = "state_exceptions"
         elif wanted is None and re.search(EMBEDDINGS, end[1]):
@@ -124,13 +124,9 @@ def quantized_state(
 ) -> tuple[Any, dict[str, str]]:
     """Does what `in_state_dtype` does, and warns if it has no effect.
 
-    `own` are the abstract shards of the parameters that `tx` updates. Most moments begin with
-    zeros; schedule-free optimizers, Prodigy and Lookahead begin with copies of the parameters.
+    `own` are the abstract shards of the parameters that `tx` updates.
     """
-    program, made = jax.make_jaxpr(tx.init, return_shape=True)(own)
-    used = zip(flatten(made)[0], inputs_used(program.jaxpr), strict=True)
-    copies = {path for path, inputs in used if inputs}
-    found, kept = in_state_dtype(precision, layouts, params, copies)
+    found, kept = in_state_dtype(precision, layouts, params, _no_moments(tx, own))
     if not quantized_arrays(found):
         reasons = [f"{path} ({reason})" for path, reason in kept.items()]
         warn(
@@ -139,3 +135,30 @@ def quantized_state(
             + ". state_exceptions={pattern: 'int8'} chooses arrays by path."
         )
     return found, kept
+
+
+def _no_moments(tx: optax.GradientTransformation, own: Any) -> dict[str, str]:
+    """Says by path which arrays of an optimizer state are no moments, and why.
+
+    Moments begin with constants, and each update changes them. Schedule-free optimizers, Prodigy
+    and Lookahead begin with copies of the parameters; L-BFGS keeps the last parameters and
+    gradients, whose small differences it needs.
+    """
+    program, state = jax.make_jaxpr(tx.init, return_shape=True)(own)
+    paths, used = flatten(state)[0], inputs_used(program.jaxpr)
+    found = {
+        path: "it begins with the parameter's values"
+        for path, inputs in zip(paths, used, strict=True)
+        if inputs
+    }
+    update, value = optax.with_extra_args_support(tx).update, jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        program = jax.make_jaxpr(lambda s, g, p, v: update(g, s, p, value=v)[1])(
+            state, own, own, value
+        )
+    except Exception:  # the user's own code, which may need what is not there
+        return found
+    for i, (path, inputs) in enumerate(zip(paths, inputs_used(program.jaxpr), strict=True)):
+        if i not in inputs:
+            found.setdefault(path, "each update replaces it")
+    return found

@@ -100,6 +100,15 @@ def test_copies_of_parameters_keep_their_dtype(name):
     assert all(path.endswith(tuple(SHAPES)) for path in copies)
 
 
+def test_what_an_update_replaces_keeps_its_dtype():
+    plan = plan_of(OPTIMIZERS["optimistic_adam_v2"](), {"": "int8"})
+    last = {p for p, why in plan.not_quantized.items() if why == "each update replaces it"}
+    assert last and not any("/mu/" in path or "/nu/" in path for path in last)
+    assert quantized(plan) and not quantized(plan) & last
+    with pytest.warns(gshard.GShardWarning, match=r"no effect.* params/.*each update replaces it"):
+        plan_of(optax.scale_by_lbfgs())
+
+
 def test_what_is_not_of_the_shape_of_a_parameter_keeps_its_dtype():
     plan = plan_of(optax.adafactor(1e-3, min_dim_size_to_factor=32, momentum=0.9))
     factors = [x for x in jax.tree.leaves(plan.opt_state) if "v_row" in x.path]
