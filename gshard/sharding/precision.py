@@ -124,9 +124,8 @@ def _of_state(value: Any, name: str) -> Any:
     except (TypeError, ValueError):
         pass
     raise GShardError(
-        f"{name}={shown(value)} is no dtype that moments can be stored in.{did_you_mean(value, ['int8'])} "
-        "Choose 'int8', or None for the dtype that the optimizer gives them (float32, or its own "
-        "mu_dtype=)."
+        f"{name}={shown(value)} is no dtype that moments can be stored in. Choose 'int8', or None "
+        "for the dtype that the optimizer gives them: float32, or its own mu_dtype=."
     )
 
 

@@ -136,9 +136,7 @@ def quantized_arrays(tree: Any) -> list[QuantizedArray]:
 
 def decoded(tree: Any) -> Any:
     """Returns a tree with its quantized arrays decoded."""
-    return jax.tree.map(
-        lambda x: x.decode() if is_quantized(x) else x, tree, is_leaf=is_quantized
-    )
+    return jax.tree.map(lambda x: x.decode() if is_quantized(x) else x, tree, is_leaf=is_quantized)
 
 
 def encoded(tree: Any, like: Any) -> Any:

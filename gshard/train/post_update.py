@@ -71,11 +71,10 @@ def apply_post_update(
     new = jax.tree.unflatten(structure, map_leaves(kept, leaves, found, given, layouts))
     copies = dict(zip(*flatten(new.params)[:2], strict=True))
     master = {path: copies[path] for path in plan.master}
+    after = _encoded(new.opt_state, inner, parts.opt_state.inner, plan)
     return Components(
         map_leaves(rounded, parts.params, new.params, plan.params),
-        parts.opt_state._replace(
-            inner=_encoded(new.opt_state, inner, parts.opt_state.inner, plan), master=master
-        ),
+        parts.opt_state._replace(inner=after, master=master),
         new.step,
         new.non_trainable,
     )

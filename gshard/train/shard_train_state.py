@@ -306,7 +306,9 @@ def shard_array(x: Any, layout: Any, plan: Plan) -> Any:
     """Copies one array to its layout, as a `QuantizedArray` if that is one of two layouts."""
     if not is_quantized(layout):
         return shard_leaf(x, layout, plan)
-    return encode_array(shard_leaf(x, decoded_layouts(layout).in_memory(DEVICE), plan), layout, plan)
+    return encode_array(
+        shard_leaf(x, decoded_layouts(layout).in_memory(DEVICE), plan), layout, plan
+    )
 
 
 def encode_array(x: jax.Array, layout: QuantizedArray, plan: Plan) -> QuantizedArray:

@@ -45,9 +45,7 @@ def plan_of(tx: Any = None, state_exceptions: Any = None, devices: int = 8) -> g
     )
     mesh = AbstractMesh((devices,), ("shard",), axis_types=(AxisType.Auto,))
     pair = (params(), tx or optax.adam(1e-3))
-    return gshard.shard_train_state(
-        pair, mesh, "os", precision=precision, min_shard_size=4000
-    )[1]
+    return gshard.shard_train_state(pair, mesh, "os", precision=precision, min_shard_size=4000)[1]
 
 
 def quantized(plan: gshard.Plan) -> set[str]:
@@ -119,14 +117,18 @@ def test_what_is_not_of_the_shape_of_a_parameter_keeps_its_dtype():
 
 
 def test_a_request_without_effect_is_reported():
-    with pytest.warns(gshard.GShardWarning, match="no effect: the optimizer has no moments. state_"):
+    with pytest.warns(
+        gshard.GShardWarning, match="no effect: the optimizer has no moments. state_"
+    ):
         plan_of(optax.sgd(0.1))
     tx = optax.masked(optax.adam(0.1), lambda p: {**jax.tree.map(lambda _: False, p), "wte": True})
     with pytest.warns(gshard.GShardWarning, match=r"no moments to store so: .*an embedding"):
         plan_of(tx)
 
 
-@pytest.mark.parametrize("name", ["int4", "fp8", "int_8", "uint8", "bfloat16", "float32", 8, "Int8"])
+@pytest.mark.parametrize(
+    "name", ["int4", "fp8", "int_8", "uint8", "bfloat16", "float32", 8, "Int8"]
+)
 def test_other_dtypes_are_refused_with_what_is_possible(name):
     with pytest.raises(gshard.GShardError, match="state_dtype=.*Choose 'int8', or None for the"):
         gshard.Precision("float32", state_dtype=name)

@@ -12,7 +12,6 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
-from optax import contrib
 
 import gshard
 from gshard.sharding.quantized_array import decoded, encoded, is_quantized
@@ -51,14 +50,16 @@ def mesh(devices: int = 8, **options: Any) -> Any:
 
 
 def sharded(
-    level: Any, tx: Any, devices: int = 8, precision: Any = INT8, of_mesh: Any = None, **options: Any
+    level: Any,
+    tx: Any,
+    devices: int = 8,
+    precision: Any = INT8,
+    of_mesh: Any = None,
+    **options: Any,
 ) -> Any:
+    given: dict[str, Any] = {"min_shard_size": 1000, "scan_axes": {"^stack$": 0}, **options}
     return gshard.shard_train_state(
-        (params(), tx),
-        of_mesh or mesh(devices),
-        level,
-        precision=precision,
-        **{"min_shard_size": 1000, "scan_axes": {"^stack$": 0}, **options},
+        (params(), tx), of_mesh or mesh(devices), level, precision=precision, **given
     )
 
 
@@ -184,7 +185,7 @@ def test_parameters_on_a_model_axis_have_blocks_within_their_shards(level):
 
     tx = optax.adamw(1e-2)
     state, plan = gshard.shard_train_state((given, tx), of_mesh, level, precision=INT8)
-    w = plan.opt_state[0].mu["w"]
+    w: Any = plan.opt_state[0].mu["w"]
     assert w.codes.spec == w.scales.spec == jax.P("shard", "model")
     assert (w.axis, w.shards, w.scales.shape) == (1, 2, (256, 2))
     step = gshard.make_train_step(loss, plan, donate=False)
@@ -192,9 +193,12 @@ def test_parameters_on_a_model_axis_have_blocks_within_their_shards(level):
     rows = gshard.audit(step, state, batch(0)).collectives
     plain, plain_plan = gshard.shard_train_state((given, tx), of_mesh, level)
     wanted = gshard.audit(gshard.make_train_step(loss, plain_plan), plain, batch(0)).collectives
-    assert sorted((x.kind, x.elements) for x in rows) == sorted((x.kind, x.elements) for x in wanted)
+    assert sorted((x.kind, x.elements) for x in rows) == sorted(
+        (x.kind, x.elements) for x in wanted
+    )
     grads = jax.grad(loss)(given, batch(0))
-    exact = tx.update(grads, tx.init(given), given)[1][0].mu["w"]
+    state: Any = tx.update(grads, tx.init(given), given)[1]
+    exact = state[0].mu["w"]
     found = plan.unwrap(new).opt_state[0].mu["w"]
     assert abs(found - exact).max() <= 0.009 * abs(exact).max()
 
@@ -220,17 +224,21 @@ def test_nnx_models_keep_codes_in_their_optimizer():
     )
     step = gshard.make_train_step(lambda m, b: (m(b) ** 2).mean(), plan)
     x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
-    exact, tx = nnx.clone(model), optax.adam(1e-2)
+    exact: Any = nnx.clone(model)
+    tx: Any = optax.adam(1e-2)
     for _ in range(3):
         step(*pair, x)
     assert quantized(plan.kind.split(pair).opt_state.inner)
     mu = plan.unwrap(pair)[1].opt_state[0].mu["kernel"]
     assert mu.get_value().shape == (64, 80)
-    graph, p = nnx.split(exact)
+    split: Any = nnx.split(exact)
+    graph, p = split
     state = tx.init(p)
     for _ in range(3):
-        updates, state = tx.update(jax.grad(lambda p: (nnx.merge(graph, p)(x) ** 2).mean())(p), state)
-        p = optax.apply_updates(p, updates)
+        updates, state = tx.update(
+            jax.grad(lambda p: (nnx.merge(graph, p)(x) ** 2).mean())(p), state
+        )
+        p: Any = optax.apply_updates(p, updates)
     np.testing.assert_allclose(pair[0].kernel[...], p["kernel"][...], atol=2e-3)
 
 
