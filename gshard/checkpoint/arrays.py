@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard._util.errors import GShardError
 from gshard._util.pytree import check_unique, differences, flatten
+from gshard.checkpoint.quantized import AT_ONCE, blocks_of, convert, nodes_of, stored_otherwise
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, check_state
@@ -37,10 +38,15 @@ _SHOWN = 100  # differences that a message lists
 
 @dataclass(frozen=True)
 class ArrayInfo:
-    """The logical shape and the name of the dtype of a stored array, such as `key<fry>`."""
+    """The logical shape and the name of the dtype of a stored array, such as `key<fry>`.
+
+    Of the codes of a quantized array, `blocks` is the dimension of its blocks, and in how many
+    shards that dimension was.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    blocks: tuple[int, int] | None = None
 
 
 def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, ArrayInfo]]:
@@ -68,7 +74,8 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
             "save: the state is not the one that its plan was made for: "
             f"{differences(paths, list(layouts))}."
         )
-    infos = {path: ArrayInfo(x.shape, str(x.dtype)) for path, x in layouts.items()}
+    blocks = blocks_of(plan)
+    infos = {p: ArrayInfo(x.shape, str(x.dtype), blocks.get(p)) for p, x in layouts.items()}
     placed = [
         x if isinstance(x, jax.Array) else shard_leaf(x, layout, plan)  # a step of Python's
         for x, layout in zip(leaves, layouts.values(), strict=True)
@@ -142,12 +149,19 @@ def read_components(
     `read` returns arrays by path with the shapes, dtypes and shardings of abstract ones. `fresh`
     has values by path for arrays that the checkpoint does not have to contain.
     """
-    layouts = layouts_of(plan)
+    layouts, nodes = layouts_of(plan), nodes_of(plan)
     new = {path: fresh[path] for path in layouts if path in fresh and path not in stored}
     arrays = {path: shard_leaf(x, layouts[path], plan) for path, x in new.items()}
     for group in _to_read(stored, plan, cast, new):
-        found = read(dict(group.values()))
-        arrays |= {path: found[source] for path, (source, _) in group.items()}
+        found = read({source: _abstract(x, plan) for source, x in group.arrays.values()})
+        of_group = {path: found[source] for path, (source, _) in group.arrays.items()}
+        for path, layout in group.to_convert.items():
+            paths = [p for p, _ in _leaves_at(path, layout)]
+            x = jax.tree.unflatten(jax.tree.structure(layout), map(of_group.pop, paths))
+            made = jax.tree.leaves(convert(x, layout, nodes[path], plan))
+            wanted = [p for p, _ in _leaves_at(path, nodes[path])]
+            of_group |= dict(zip(wanted, made, strict=True))
+        arrays |= of_group
     leaves = [_as_stored(arrays.get(path), x, plan) for path, x in layouts.items()]
     return jax.tree.unflatten(jax.tree.structure(plan.layouts), leaves)
 
@@ -156,20 +170,52 @@ def arrays_to_read(
     stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool
 ) -> list[dict[str, jax.ShapeDtypeStruct]]:
     """What `read_components` passes to `read`, call by call."""
-    return [dict(group.values()) for group in _to_read(stored, plan, cast, ())]
+    groups = _to_read(stored, plan, cast, ())
+    return [{s: _abstract(x, plan) for s, x in group.arrays.values()} for group in groups]
+
+
+class _Group(NamedTuple):
+    """Arrays that are read together.
+
+    `arrays` are the stored path and the layout of each, by the path in the state; `to_convert` the
+    layouts of moments that are converted after that, by the path of the moment.
+    """
+
+    arrays: dict[str, tuple[str, Layout]]
+    to_convert: dict[str, Any]
 
 
 def _to_read(
     stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool, new: Collection[str]
-) -> list[dict[str, tuple[str, jax.ShapeDtypeStruct]]]:
-    """By the path of an array of the state: the stored array, and what it is read as."""
-    layouts = layouts_of(plan)
+) -> list[_Group]:
+    """The arrays to read, in groups: at most two, and those of moments to convert."""
+    nodes, others = nodes_of(plan), stored_otherwise(plan, stored)
+    layouts = {
+        p: x for path, node in nodes.items() for p, x in _leaves_at(path, others.get(path, node))
+    }
     sources = {path: source_of(path, x, stored) for path, x in layouts.items() if path not in new}
     check_fit(stored, layouts, sources, cast)
-    return [
-        {p: (sources[p], _abstract(layouts[p], plan)) for p in paths if layouts[p].size}
-        for paths in _with_distinct_sources(sources)
+    of_others = [dict(_leaves_at(path, x)) for path, x in others.items()]
+    plain = {p: s for p, s in sources.items() if not any(p in x for x in of_others)}
+    groups = [
+        _Group({p: (sources[p], layouts[p]) for p in paths if layouts[p].size}, {})
+        for paths in _with_distinct_sources(plain)
     ]
+    size = AT_ONCE
+    for (path, layout), leaves in zip(others.items(), of_others, strict=True):
+        more = sum(x.bytes_per_device for x in leaves.values())
+        if size + more > AT_ONCE:
+            groups, size = [*groups, _Group({}, {})], 0
+        groups[-1].arrays.update({p: (sources[p], x) for p, x in leaves.items()})
+        groups[-1].to_convert[path] = layout
+        size += more
+    return groups
+
+
+def _leaves_at(path: str, layout: Any) -> list[tuple[str, Layout]]:
+    """The paths and layouts of the arrays that are stored for a layout, or for a moment."""
+    paths, leaves, _ = flatten(layout)
+    return [(f"{path}/{p}" if p else path, x) for p, x in zip(paths, leaves, strict=True)]
 
 
 def with_components(components: Components, state: Any, plan: Plan) -> Any:

@@ -69,7 +69,7 @@ class StepInfo:
             "made_by": self.made_by,
             "metadata": self.metadata,
             "optimizer": self.optimizer,
-            "arrays": {path: [list(x.shape), x.dtype] for path, x in self.arrays.items()},
+            "arrays": {path: _as_list(x) for path, x in self.arrays.items()},
         }
         return json.dumps(table, indent=1).encode()
 
@@ -105,7 +105,7 @@ class StepInfo:
         """What `to_json` wrote; a `KeyError` or the like for something else."""
         info = cls(
             table["step"],
-            {p: ArrayInfo(tuple(shape), d) for p, (shape, d) in table["arrays"].items()},
+            {path: _of_list(*x) for path, x in table["arrays"].items()},
             table["made_by"],
             table["metadata"],
             table["processes"],
@@ -120,9 +120,20 @@ class StepInfo:
         right = right and isinstance(self.made_by, dict) and isinstance(self.metadata, dict)
         right = right and isinstance(self.optimizer, dict | None)
         for x in self.arrays.values():
-            right = right and isinstance(x.dtype, str) and all(type(n) is int for n in x.shape)
+            numbers = (*x.shape, *(x.blocks or ()))
+            right = right and isinstance(x.dtype, str) and all(type(n) is int for n in numbers)
+            right = right and (not x.blocks or 0 <= x.blocks[0] < len(x.shape) and x.blocks[1] > 0)
         if not right:
             raise TypeError
+
+
+def _as_list(x: ArrayInfo) -> list[Any]:
+    return [list(x.shape), x.dtype, *([list(x.blocks)] if x.blocks else [])]
+
+
+def _of_list(shape: Any, dtype: Any, blocks: Any = None) -> ArrayInfo:
+    axis, shards = blocks or (0, 0)
+    return ArrayInfo(tuple(shape), dtype, (axis, shards) if blocks else None)
 
 
 def as_metadata(metadata: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from gshard.sharding.nodes import nodes_of
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import Precision, is_floating
 from gshard.sharding.rules import Rule, ScanAxes, check_scan_axes, scan_dim_of, warn_of_unused
+from gshard.sharding.state_dtype import quantized_state
 from gshard.sharding.wire import Wire, with_wire
 from gshard.train_state import FROZEN, OVERWRITTEN, Kind
 
@@ -130,6 +131,10 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
     )
     if request.offload:
         plan = _offloaded(plan)
+    if precision is not None and precision.state_dtype is not None:
+        own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), reduced)
+        state, kept = quantized_state(precision, plan.opt_state, known, request.tx, own)
+        plan = dataclasses.replace(plan, opt_state=state, not_quantized=kept)
     _warn_of_replicated_params(jax.tree.leaves(trained), level, request.advice)
     _warn_of_padding(list(known.values()), request.rule, level)
     _warn_of_idle_axes(list(known.values()), group)
@@ -138,6 +143,8 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
     if precision is not None:
         warn_of_unused("exceptions", precision.exceptions, list(known))
         warn_of_unused("wire_exceptions", precision.wire_exceptions, list(known))
+        paths = [x.path for x in jax.tree.leaves(plan.decoded_opt_state)]
+        warn_of_unused("state_exceptions", precision.state_exceptions, [*known, *paths])
     return plan
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jax
@@ -13,7 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from rich.table import Table
 
-from gshard._util.errors import GShardError, warn
+from gshard._util.errors import GShardError, some, warn
 from gshard._util.html import html_of
 from gshard._util.pytree import flatten, map_leaves
 from gshard._util.text import text_of, text_table
@@ -24,6 +24,8 @@ from gshard.sharding.level import Level, LevelChoice
 from gshard.sharding.mesh import Group
 from gshard.sharding.precision import Precision
 from gshard.sharding.quantized import Quantized
+from gshard.sharding.quantized_array import decoded, encoded, quantized_arrays
+from gshard.sharding.state_dtype import decoded_layouts
 from gshard.train_state import Components, Kind, kind_of
 from gshard.train_state.components import ShardedOptState
 
@@ -81,7 +83,8 @@ class Plan:
       params: a tree of `Layout`s of the parameters.
       grads: a tree of `Layout`s of the reduced gradients, which are also the layouts of the local
         shards that a device updates.
-      opt_state: layouts of the user's optimizer state.
+      opt_state: layouts of the user's optimizer state. A `QuantizedArray` has those of its codes
+        and scales.
       master: layouts of the master copies that the optimizer updates, by path of the parameter.
       non_trainable: layouts of everything else, by name.
       precision: dtypes to compute and reduce in; None for the dtypes of the user's state.
@@ -90,6 +93,8 @@ class Plan:
       template: the user's state with abstract arrays of logical shape.
       at_level: makes the plan of the same state, with the same options, at another level.
       wrap: wraps the user's optimizer so that it follows a plan.
+      not_quantized: with a `state_dtype`, why arrays of the optimizer state that belong to a
+        parameter keep their dtype, by path.
 
     Example:
       >>> state, plan = gshard.shard_train_state(
@@ -114,6 +119,7 @@ class Plan:
     template: Any
     at_level: Callable[[LevelChoice], Plan]
     wrap: Callable[[Plan], ShardedTransformation]
+    not_quantized: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -165,6 +171,11 @@ class Plan:
         opt_state = ShardedOptState(self.opt_state, self.master, scaler, guard)
         return Components(self.params, opt_state, step, self.non_trainable)
 
+    @functools.cached_property
+    def decoded_opt_state(self) -> Any:
+        """The layouts of the optimizer state while it is updated, without quantized arrays."""
+        return decoded_layouts(self.opt_state)
+
     @property
     def shardings(self) -> Components:
         """The sharding of every array of the state."""
@@ -199,6 +210,22 @@ class Plan:
             return jax.lax.with_sharding_constraint(layout.pad(x), sharding)
 
         return map_leaves(constrain, tree, layouts)
+
+    def decode(self, inner: Any) -> Any:
+        """Returns a stored optimizer state with its quantized arrays decoded, in storage shape."""
+        return decoded(inner)
+
+    def encode(self, inner: Any) -> Any:
+        """Undoes `decode` inside a jitted program, and constrains codes and scales."""
+        new = encoded(inner, self.opt_state)
+        if new is inner:
+            return inner
+
+        def constrain(x: Any, layout: Layout) -> Any:
+            sharding = self.sharding(layout.in_memory(DEVICE))
+            return jax.lax.with_sharding_constraint(x, sharding)
+
+        return map_leaves(constrain, new, self.opt_state)
 
     def abstract_components(self) -> Components:
         """Returns every array of the state as stored, abstract, with its sharding."""
@@ -247,7 +274,7 @@ class Plan:
             raise GShardError("plan.unwrap(state): the state is plain already. Use it as it is.")
         full = Components(
             full_on_host(*self.master_params(parts.params, parts.opt_state)),
-            full_on_host(parts.opt_state.inner, self.opt_state),
+            decoded(full_on_host(parts.opt_state.inner, self.opt_state)),
             full_on_host(parts.step, layouts.step),
             full_on_host(parts.non_trainable, layouts.non_trainable),
             parts.static,
@@ -289,6 +316,10 @@ class Plan:
             table,
             f"stored per device: {sizes}",
         ]
+        if found := quantized_arrays(self.opt_state):
+            reasons = [f"{path} ({why})" for path, why in self.not_quantized.items()]
+            kept = f"; not {some(reasons, most=3)}" if reasons else ""
+            parts.append(f"in 8 bits: {len(found)} arrays of the optimizer state{kept}")
         try:
             fetched = self.fetched_at_once
         except (TypeError, ValueError):  # the optimizer needs arguments of the user's own loop

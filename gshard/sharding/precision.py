@@ -42,6 +42,10 @@ class Precision:
         rounded up or down at random, known by the step, the device and the parameter.
       wire_exceptions: other dtypes to send arrays in, or None, by path pattern, such as
         `{"router": None}`.
+      state_dtype: `"int8"` stores the optimizer's moments in 8 bits, in blocks with a scale each.
+        Embeddings and arrays below 4096 elements keep their dtype. By default all arrays do.
+      state_exceptions: what `state_dtype` does instead by pattern of a parameter's path or of the
+        path of an array of the optimizer state: `"int8"`, or None to keep the dtype.
 
     Raises:
       GShardError: a dtype is unknown or not of its kind, or a pattern is not a regular expression.
@@ -62,6 +66,8 @@ class Precision:
     gather_dtype: Any = None
     scatter_dtype: Any = None
     wire_exceptions: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    state_dtype: Any = None
+    state_exceptions: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("compute_dtype", "param_dtype", "reduce_dtype", "output_dtype"):
@@ -78,6 +84,13 @@ class Precision:
             raise GShardError(
                 "wire_exceptions= goes with gather_dtype= or scatter_dtype=; without these every "
                 "array is sent as it is."
+            )
+        object.__setattr__(self, "state_dtype", _of_state(self.state_dtype, "state_dtype"))
+        stored = _by_pattern("state_exceptions", self.state_exceptions, "{'norm': None}", _of_state)
+        object.__setattr__(self, "state_exceptions", stored)
+        if stored and self.state_dtype is None:
+            raise GShardError(
+                "state_exceptions= has no effect without state_dtype='int8'. Give both or none."
             )
 
     def compute(self, path: str) -> Any:
@@ -117,6 +130,19 @@ def _by_pattern(
     for text in given:
         validation.pattern(text, name)
     return {text: checked(dtype, f"{name}[{text!r}]") for text, dtype in given.items()}
+
+
+def _of_state(value: Any, name: str) -> Any:
+    """Returns the dtype of moments, or None for the one that the optimizer gives them."""
+    try:
+        if value is None or jnp.dtype(value) == jnp.int8:
+            return None if value is None else jnp.dtype(jnp.int8)
+    except (TypeError, ValueError):
+        pass
+    raise GShardError(
+        f"{name}={shown(value)} is no dtype that moments can be stored in. Choose 'int8', or None "
+        "for the dtype that the optimizer gives them: float32, or its own mu_dtype=."
+    )
 
 
 def _floating(value: Any, name: str) -> Any:

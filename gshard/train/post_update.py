@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from gshard._util.errors import GShardError
 from gshard._util.pytree import differences, flatten, map_leaves
-from gshard.sharding.layout import Layout
+from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.plan import Plan
+from gshard.sharding.quantized_array import is_quantized
+from gshard.sharding.state_dtype import decoded_layouts
 from gshard.train.optim.offload import to_device, to_host
 from gshard.train.optim.optimizer import cut_padding
 from gshard.train.optim.skip_update import keep_unless
@@ -28,9 +30,10 @@ def apply_post_update(
     """
     precise, layouts = plan.master_params(parts.params, parts.opt_state)
     rest = (parts.step, parts.non_trainable)
-    stored = Components(precise, parts.opt_state.inner, *rest, static)
+    inner, of_inner = _decoded(parts.opt_state.inner, plan)
+    stored = Components(precise, inner, *rest, static)
     layouts = jax.tree.leaves(
-        Components(layouts, plan.opt_state, plan.layouts.step, plan.layouts.non_trainable)
+        Components(layouts, of_inner, plan.layouts.step, plan.layouts.non_trainable)
     )
     paths, leaves, structure = flatten(stored)
     given = cut_padding(to_device(leaves, layouts), layouts)
@@ -68,11 +71,33 @@ def apply_post_update(
     new = jax.tree.unflatten(structure, map_leaves(kept, leaves, found, given, layouts))
     copies = dict(zip(*flatten(new.params)[:2], strict=True))
     master = {path: copies[path] for path in plan.master}
+    after = _encoded(new.opt_state, inner, parts.opt_state.inner, plan)
     return Components(
         map_leaves(rounded, parts.params, new.params, plan.params),
-        parts.opt_state._replace(inner=new.opt_state, master=master),
+        parts.opt_state._replace(inner=after, master=master),
         new.step,
         new.non_trainable,
+    )
+
+
+def _decoded(inner: Any, plan: Plan) -> tuple[Any, Any]:
+    """Returns an optimizer state with its quantized arrays decoded on the device, and layouts."""
+    nodes, structure = jax.tree.flatten(plan.opt_state, is_leaf=is_quantized)
+    of_inner = [decoded_layouts(x).in_memory(DEVICE) if is_quantized(x) else x for x in nodes]
+    pairs = zip(jax.tree.leaves(inner, is_leaf=is_quantized), nodes, strict=True)
+    leaves = [to_device(x, layout).decode() if is_quantized(x) else x for x, layout in pairs]
+    return structure.unflatten(leaves), structure.unflatten(of_inner)
+
+
+def _encoded(new: Any, decoded: Any, stored: Any, plan: Plan) -> Any:
+    """Undoes `_decoded`; arrays that are still those of `decoded` are those of `stored`."""
+    nodes, structure = jax.tree.flatten(stored, is_leaf=is_quantized)
+    encoded = structure.flatten_up_to(plan.encode(new))
+    layouts = structure.flatten_up_to(plan.opt_state)
+    columns = zip(*map(jax.tree.leaves, (new, decoded)), nodes, encoded, layouts, strict=True)
+    return structure.unflatten(
+        x if not is_quantized(old) else old if x is given else to_host(code, layout, plan)
+        for x, given, old, code, layout in columns
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import jax
@@ -20,12 +20,13 @@ from gshard._util.validation import check_takes, flag, shown
 from gshard.distributed.agree import all_gather_text, check_same_call
 from gshard.distributed.initialize import warn_if_not_joined
 from gshard.sharding.budget import Budget, budget, largest_layer
-from gshard.sharding.layout import Layout
+from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.level import LEVELS, Level, LevelChoice, is_auto, parse_level
 from gshard.sharding.make_plan import PlanRequest, plan_state
 from gshard.sharding.mesh import data_group, warn_of_compilation_cache
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import as_precision
+from gshard.sharding.quantized_array import QuantizedArray, encoded, is_quantized
 from gshard.sharding.rules import (
     ScanAxes,
     as_rules,
@@ -34,6 +35,7 @@ from gshard.sharding.rules import (
     frozen_paths,
     warn_of_unused,
 )
+from gshard.sharding.state_dtype import decoded_layouts
 from gshard.sharding.validate import refuse_traced
 from gshard.sharding.wire import as_wire, warn_of_wire
 from gshard.train.optim.optimizer import shard_optimizer
@@ -295,18 +297,42 @@ def trace_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -
 
     def make() -> Components:
         parts = plan.with_master(plan.kind.split(plan.kind.narrow(as_state(init(*init_args)))))
-        layouts = plan.layouts
+        layouts = decoded_layouts(plan.layouts)
         same_leaves(parts, flatten(layouts)[0], "what the init function makes is")
         map_leaves(lambda p, x: check_fits(x, p.dtype, p.path), layouts, parts)
-        return map_leaves(lambda p, x: p.pad(jnp.asarray(x, p.dtype)), layouts, parts)
+        parts = map_leaves(lambda p, x: p.pad(jnp.asarray(x, p.dtype)), layouts, parts)
+        return encoded(parts, plan.layouts)
 
     return jax.jit(make, out_shardings=plan.shardings).trace()
 
 
 def shard_leaves(parts: Components, plan: Plan) -> Components:
     """Copies every leaf to the layout that the plan gives it."""
+    layouts, structure = jax.tree.flatten(plan.layouts, is_leaf=is_quantized)
+    pairs = zip(jax.tree.leaves(parts), layouts, strict=True)
     with jax.transfer_guard("allow"):  # these are asked for
-        return map_leaves(lambda layout, x: shard_leaf(x, layout, plan), plan.layouts, parts)
+        return structure.unflatten(shard_array(x, layout, plan) for x, layout in pairs)
+
+
+def shard_array(x: Any, layout: Any, plan: Plan) -> Any:
+    """Copies one array to its layout, as a `QuantizedArray` if that is one of two layouts."""
+    if not is_quantized(layout):
+        return shard_leaf(x, layout, plan)
+    return encode_array(
+        shard_leaf(x, decoded_layouts(layout).in_memory(DEVICE), plan), layout, plan
+    )
+
+
+def encode_array(x: jax.Array, layout: QuantizedArray, plan: Plan) -> QuantizedArray:
+    """Encodes an array, in storage shape, into the layouts of its codes and scales."""
+    shardings = plan.sharding(layout.codes), plan.sharding(layout.scales)
+    return _encoder(*shardings, layout.axis, layout.shards, layout.dtype)(x)
+
+
+@lru_cache(maxsize=256)
+def _encoder(codes: Any, scales: Any, *blocks: Any) -> Callable[[jax.Array], QuantizedArray]:
+    shardings = QuantizedArray(codes, scales, *blocks)
+    return jax.jit(lambda x: QuantizedArray.encode(x, *blocks), out_shardings=shardings)
 
 
 def shard_leaf(x: Any, layout: Layout, plan: Plan) -> jax.Array:

@@ -24,7 +24,7 @@ from gshard.train_state.components import ShardedOptState
 def layouts_made_of_params(plan: Plan) -> list[Layout] | None:
     """The layouts of those arrays; None if the optimizer's `init` cannot be traced."""
     own = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plan.grads)
-    layouts = jax.tree.leaves(plan.opt_state)
+    layouts = jax.tree.leaves(plan.decoded_opt_state)
     try:
         program, made = jax.make_jaxpr(plan.tx.init, return_shape=True)(own)
     except Exception:  # it reads values
@@ -45,7 +45,7 @@ def make_of_params(
         on_device = to_device(params, plan.params), to_device(master, plan.master)
         own, structure = local_shards(*on_device, plan)
         inner = plan.tx.init(jax.tree.unflatten(structure, own))
-        every = zip(jax.tree.leaves(inner), jax.tree.leaves(plan.opt_state), strict=True)
+        every = zip(jax.tree.leaves(inner), jax.tree.leaves(plan.decoded_opt_state), strict=True)
         made = [x for x, layout in every if layout.path in chosen]
         return to_host(plan.pin(made, [*layouts]), [*layouts], plan)
 

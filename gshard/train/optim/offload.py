@@ -3,7 +3,8 @@
 An update is traced and split into groups of equations that use the same arrays of the host. A group
 is copied to the device once the group before it is on its way back and the one before that is
 computed. A large stack of layers is updated in chunks. So little of the state is on the device at a
-time.
+time. Quantized arrays on the device are updated in groups too, so that few of them are decoded at
+a time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Update = Callable[[Any, Any], tuple[Any, Any]]
 
 def update_through_device(fun: Update, state: Any, params: Any, plan: Plan) -> tuple[Any, Any]:
     """Computes `fun(state, params)`, new parameters and state, and copies them back to the host."""
-    if not plan.bytes_per_device["host"]:
+    if not any(map(_is_grouped, jax.tree.leaves((plan.params, plan.opt_state, plan.master)))):
         return fun(state, params)
     closed, shapes, groups = _trace(fun, state, params, plan)
     results = _evaluate_groups(closed, groups, jax.tree.leaves((params, state)))
@@ -38,7 +39,13 @@ def update_through_device(fun: Update, state: Any, params: Any, plan: Plan) -> t
 def transfer_sizes(fun: Update, state: Any, params: Any, plan: Plan) -> tuple[int, ...]:
     """Returns the bytes per device of each copy of `update_through_device` from the host."""
     groups = _trace(fun, state, params, plan)[2]
-    return tuple(group.size // group.chunks for group in groups for _ in range(group.chunks))
+    layouts = jax.tree.leaves((plan.params, plan.layouts.opt_state))
+
+    def size(group: TransferGroup) -> int:
+        return sum(layouts[i].bytes_per_device for i in group.inputs if layouts[i].on_host)
+
+    found = (size(group) // group.chunks for group in groups for _ in range(group.chunks))
+    return tuple(n for n in found if n)
 
 
 def to_device(tree: Any, layouts: Any) -> Any:
@@ -157,11 +164,21 @@ def _run_in_chunks(
     scope.write(results, lax.fori_loop(0, group.chunks, run_chunk, start))
 
 
+def _is_quantized(layout: Layout) -> bool:
+    return layout.dtype == jnp.int8 and layout.path.endswith("/codes")
+
+
+def _is_grouped(layout: Layout) -> bool:
+    """Whether an array takes more memory of the device while it is updated than before."""
+    return layout.on_host or _is_quantized(layout)
+
+
 def _on_host(x: Any) -> bool:
     return x.aval.memory_space == jax.memory.Space.Host
 
 
-GROUP_SIZE = 2**24  # bytes on one device
+GROUP_SIZE = 2**24  # bytes on one device, decoded
+_DECODED = 4  # bytes of a quantized entry
 
 # Elementwise operations, which give the same result for a chunk of rows as for all rows.
 _ELEMENTWISE = frozenset(
@@ -174,9 +191,9 @@ _ELEMENTWISE = frozenset(
 
 @dataclass(frozen=True)
 class TransferGroup:
-    """Equations that use the same arrays of the host."""
+    """Equations that use the same arrays of the host, or the same quantized arrays."""
 
-    size: int  # bytes of these arrays on one device
+    size: int  # bytes of these arrays on one device, decoded
     inputs: list[int]  # indices of these arrays among the inputs
     equations: list[int]  # indices of the equations in the program
     chunks: int = 1  # along dimension 0, which are updated one after the other
@@ -212,9 +229,10 @@ def _smallest_groups(jaxpr: Any, layouts: Sequence[Layout]) -> list[TransferGrou
     groups: dict[int, TransferGroup] = {}
     members: dict[int, list[Any]] = {}
     for i, (var, layout) in enumerate(zip(jaxpr.invars, layouts, strict=True)):
-        if layout.on_host:
+        if _is_grouped(layout):
             group_of[var], members[i] = i, [var]
-            groups[i] = TransferGroup(layout.bytes_per_device, [i], [])
+            decoded = _DECODED if _is_quantized(layout) else 1
+            groups[i] = TransferGroup(decoded * layout.bytes_per_device, [i], [])
     for number, eqn in enumerate(jaxpr.eqns):
         known = {group_of[v] for v in variables_of(eqn.invars) if v in group_of}
         if not known:

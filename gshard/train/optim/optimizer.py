@@ -40,7 +40,7 @@ def shard_optimizer(plan: Plan) -> ShardedTransformation:
         params = to_device(plan.kind.trained(params), plan.params)
         own, structure = local_shards(params, {}, plan)
         own = jax.tree.unflatten(structure, own)
-        inner = plan.pin(plan.tx.init(own), plan.opt_state)
+        inner = plan.encode(plan.pin(plan.tx.init(own), plan.decoded_opt_state))
         state = ShardedOptState(inner, _master_copies(own, plan))
         return to_host(state, plan.layouts.opt_state, plan)
 
@@ -191,10 +191,11 @@ def _update_shards(
     if plan.precision is not None:  # the optimizer computes in the dtype of what it updates
         logical = map_leaves(lambda g, x: g.astype(x.dtype), logical, own)
     own = jax.tree.unflatten(structure, own)
-    results = [*reduced, *jax.tree.leaves(plan.opt_state)]
+    of_state = plan.decoded_opt_state
+    results = [*reduced, *jax.tree.leaves(of_state)]
     with jax.named_scope("gshard/optimizer"):  # collectives that XLA inserts get this name too
-        inner = cut_padding(state.inner, plan.opt_state)
-        inner = cut_padding(plan.pin(inner, plan.opt_state), plan.opt_state)
+        inner = cut_padding(plan.decode(state.inner), of_state)
+        inner = cut_padding(plan.pin(inner, of_state), of_state)
         # As arguments, since an equation that reads a constant of the step has the step's mesh in
         # its type, and no matrix product in a `shard_map` takes its result.
         scalars = {k: x for k, x in extra.items() if isinstance(x, jax.Array) and not x.ndim}
@@ -211,7 +212,7 @@ def _update_shards(
             run, plan, arguments, [*results, *reduced, *rest], results, record
         )
         changes = cut_padding(plan.pin(changes, plan.grads), plan.grads)
-        inner = plan.pin(inner, plan.opt_state)
+        inner = plan.encode(plan.pin(inner, of_state))
     return changes, state._replace(inner=inner), own
 
 
@@ -241,7 +242,7 @@ def _check_results(updates: Any, inner: Any, plan: Plan) -> None:
     """Refuses results of an optimizer that do not have the plan's trees and shapes."""
     for tree, layouts, name in (
         (updates, plan.grads, "the updates that the optimizer returns are"),
-        (inner, plan.opt_state, "the state that the optimizer returns is"),
+        (inner, plan.decoded_opt_state, "the state that the optimizer returns is"),
     ):
         planned = jax.tree.leaves(layouts)
         same_leaves(tree, (layout.path for layout in planned), name)
@@ -257,7 +258,7 @@ def _check_results(updates: Any, inner: Any, plan: Plan) -> None:
 def _refuse_other_state(plan: Plan, error: Exception | None = None) -> None:
     """Raises a readable error where the state is not what the optimizer makes of the parameters."""
     own = map_leaves(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plan.grads)
-    given = plan.opt_state
+    given = plan.decoded_opt_state
     try:
         wanted = jax.eval_shape(plan.tx.init, own)
     except Exception:  # it needs values, so the state cannot be compared

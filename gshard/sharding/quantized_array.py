@@ -1,0 +1,160 @@
+"""Moments of an optimizer in 8 bits: codes in blocks, and one float32 scale for each block.
+
+Codes are not linear, since a moment's entries differ by many powers of ten within a block: those of
+a block with both signs are square roots, those of a block without negative entries (a second
+moment) are fourth roots, relative to the largest entry. So the smallest code above zero is 6e-5 and
+2e-10 of the largest entry. With linear codes training diverges.
+
+Source: 8-bit optimizers via block-wise quantization (Dettmers et al., 2022), sections 2.1 and 2.2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BLOCK = 256  # entries with a common scale, at most
+_SIGNED, _UNSIGNED = 127.0, 255.0  # the largest codes
+# Relative to the largest entry: negative entries that are smaller are as good as zero. A little
+# more than what rounds to the code 0, so that decoded blocks are encoded to the same codes again.
+_NEGLIGIBLE = (0.51 / _SIGNED) ** 2
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class QuantizedArray:
+    """An array of the optimizer state in 8 bits; `decode()` returns its values.
+
+    Attributes:
+      codes: int8, of the shape of the array.
+      scales: float32, of the same shape but for `axis`: one for each block along it. A positive one
+        says that its block has entries of both signs.
+      axis: the dimension that blocks are along.
+      shards: in how many equal pieces `axis` is sharded; no block crosses their borders.
+      dtype: name of the dtype of the decoded array.
+    """
+
+    codes: Any
+    scales: Any
+    axis: int = field(metadata={"static": True})
+    shards: int = field(metadata={"static": True})
+    dtype: str = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the decoded array."""
+        return tuple(self.codes.shape)
+
+    def decode(self) -> Any:
+        """Returns the array, in NumPy where the codes are NumPy's."""
+        xp = np if isinstance(self.codes, np.ndarray) else jnp
+        codes = self._in_blocks(self.codes, xp).astype(np.float32)
+        count = self.scales.shape[self.axis] // self.shards
+        scales = self._reshaped(self.scales, (self.shards, count, 1))
+        root = codes / np.float32(_SIGNED)
+        signed = root * abs(root)
+        root = (codes + np.float32(_UNSIGNED - _SIGNED)) / np.float32(_UNSIGNED)
+        unsigned = root * root * root * root
+        values = abs(scales) * xp.where(scales > 0, signed, unsigned)
+        return self._without_blocks(values).astype(self.dtype)
+
+    @classmethod
+    def encode(cls, x: Any, axis: int, shards: int, dtype: str) -> QuantizedArray:
+        """Encodes an array; one that was decoded gets the codes and scales that it had.
+
+        A block with an entry that is not finite is not finite as a whole.
+        """
+        self = cls(x, None, axis, shards, dtype)
+        blocks = self._in_blocks(x.astype(jnp.float32), jnp)
+        dim = axis + 2
+        low = blocks.min(dim, keepdims=True)
+        largest = jnp.maximum(blocks.max(dim, keepdims=True), -low)
+        largest = jnp.where(largest < _TINY, 0.0, largest)  # XLA rounds smaller results to 0
+        has_both = low < -largest * _NEGLIGIBLE
+        root = jnp.sqrt(abs(blocks) / jnp.where(largest == 0, 1.0, largest))
+        signed = jnp.round(_SIGNED * root) * jnp.sign(blocks)
+        # A second moment must not become 0: a first one is divided by its square root.
+        least = (blocks > 0) & (largest > 0)
+        unsigned = jnp.maximum(jnp.round(_UNSIGNED * jnp.sqrt(root)), least)
+        unsigned = jnp.where(blocks < 0, 0.0, unsigned) - (_UNSIGNED - _SIGNED)
+        codes = jnp.where(has_both, signed, unsigned).astype(jnp.int8)
+        scales = jnp.where(has_both, largest, -largest)
+        count = scales.shape[axis] * scales.shape[axis + 1]
+        scales = scales.reshape(*x.shape[:axis], count, *x.shape[axis + 1 :])
+        return dataclasses.replace(self, codes=self._without_blocks(codes), scales=scales)
+
+    def _in_blocks(self, x: Any, xp: Any) -> Any:
+        """Returns `x` with `axis` as three dimensions: shards, blocks, and entries of a block."""
+        length, count, block = block_sizes(x.shape[self.axis], self.shards)
+        x = _padded(x, self.axis, self.shards * length, xp)
+        if count * block > length:
+            x = self._reshaped(x, (self.shards, length))
+            x = _padded(x, self.axis + 1, count * block, xp)
+            return x.reshape(*self.shape[: self.axis], self.shards, count, block, *self._after)
+        return self._reshaped(x, (self.shards, count, block))
+
+    def _without_blocks(self, x: Any) -> Any:
+        """Undoes `_in_blocks`."""
+        size = self.shape[self.axis]
+        length, count, block = block_sizes(size, self.shards)
+        before = self.shape[: self.axis]
+        if count * block > length:
+            x = x.reshape(*before, self.shards, count * block, *self._after)
+            x = _cut(x, self.axis + 1, length)
+        return _cut(x.reshape(*before, self.shards * length, *self._after), self.axis, size)
+
+    def _reshaped(self, x: Any, sizes: tuple[int, ...]) -> Any:
+        return x.reshape(*self.shape[: self.axis], *sizes, *self._after)
+
+    @property
+    def _after(self) -> tuple[int, ...]:
+        return self.shape[self.axis + 1 :]
+
+
+def block_sizes(size: int, shards: int) -> tuple[int, int, int]:
+    """Entries of a shard along a dimension of this size, its number of blocks, and their length."""
+    length = -(-size // shards)
+    count = -(-length // BLOCK)
+    return length, count, -(-length // count)
+
+
+def is_quantized(x: Any) -> bool:
+    """Whether this is a `QuantizedArray`, for `is_leaf=`."""
+    return isinstance(x, QuantizedArray)
+
+
+def quantized_arrays(tree: Any) -> list[QuantizedArray]:
+    """Returns the quantized arrays of a tree."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_quantized) if is_quantized(x)]
+
+
+def decoded(tree: Any) -> Any:
+    """Returns a tree with its quantized arrays decoded."""
+    return jax.tree.map(lambda x: x.decode() if is_quantized(x) else x, tree, is_leaf=is_quantized)
+
+
+def encoded(tree: Any, like: Any) -> Any:
+    """Returns a tree with the arrays quantized that are quantized in `like`, a tree of anything."""
+    places, structure = jax.tree.flatten(like, is_leaf=is_quantized)
+    if not any(map(is_quantized, places)):
+        return tree
+    return structure.unflatten(
+        QuantizedArray.encode(x, q.axis, q.shards, q.dtype) if is_quantized(q) else x
+        for x, q in zip(jax.tree.leaves(tree), places, strict=True)
+    )
+
+
+def _padded(x: Any, axis: int, size: int, xp: Any) -> Any:
+    if x.shape[axis] == size:
+        return x
+    return xp.pad(x, [(0, size - n if d == axis else 0) for d, n in enumerate(x.shape)])
+
+
+def _cut(x: Any, axis: int, size: int) -> Any:
+    return x if x.shape[axis] == size else x[(slice(None),) * axis + (slice(size),)]
