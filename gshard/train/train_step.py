@@ -229,10 +229,10 @@ class TrainStep:
     @property
     def budget(self) -> Budget:
         """The memory and traffic of this step, computed from its plan and `loss_transfers`."""
-        names, plan = ("micro_batches", "accumulate", "reshard_after_forward"), self.plan
+        names = ("micro_batches", "accumulate", "reshard_after_forward")
         given: dict[str, Any] = {name: getattr(self.options, name) for name in names}
-        given |= {"loss_transfers": self.loss_transfers or (), "products": plan.update_products}
-        return budget(plan, **given)
+        given["products"] = self.plan.update_products
+        return budget(self.plan, **given, loss_transfers=self.loss_transfers or ())
 
     def __deepcopy__(self, _: dict[int, Any]) -> TrainStep:
         return TrainStep(self._loss_fn, self.plan, self.options)

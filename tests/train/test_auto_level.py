@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import gshard
 from gshard._util.chips import chip_of, memory_of
-from gshard.train.shard_train_state import SHARE, choose_plan
+from gshard.train.auto_level import SHARE, choose_plan
 
 MESH = {"devices": jax.devices()[:4]}
 

@@ -27,7 +27,8 @@ from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, UpdateProducts
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import all_gather_updated
-from gshard.train.optim.owned_chains import Chain, OwnedGroup, chains_of, groups_of, in_waves
+from gshard.train.optim.chains import Chain, chains_of, in_waves
+from gshard.train.optim.owned_chains import OwnedGroup, groups_of
 from gshard.train.optim.traced_update import TracedEquation, TracedUpdate
 
 
@@ -347,7 +348,12 @@ def with_gathered_operands(
     """
     # Traced without a mesh in its types: a derivative inside the `shard_map` meets another there.
     abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), args
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape,
+            x.dtype,
+            weak_type=getattr(x, "weak_type", False),  # NumPy has none
+        ),
+        args,
     )
     closed, shapes = jax.make_jaxpr(jax.jit(fun), return_shape=True)(*abstract)
     flat, structure = jax.tree.leaves(args), jax.tree.structure(shapes)
