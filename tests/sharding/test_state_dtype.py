@@ -138,7 +138,7 @@ def test_other_dtypes_are_refused_with_what_is_possible(name):
     "given, said",
     [
         ({"state_exceptions": {"norm": None}}, "no effect without state_dtype='int8'"),
-        ({"state_dtype": "int8", "state_exceptions": ["norm"]}, "must map path patterns to 'int8'"),
+        ({"state_dtype": "int8", "state_exceptions": ["norm"]}, "must map path patterns to dtypes"),
         ({"state_dtype": "int8", "state_exceptions": {"norm": "float32"}}, r"state_exceptions\["),
         ({"state_dtype": "int8", "state_exceptions": {"(": None}}, "regular expression"),
     ],
