@@ -28,6 +28,7 @@ from gshard.train.comm.collectives import (
     scatter,
     scatter_bucket,
 )
+from gshard.train.fsdp.backward_order import after_scatters, new_token, scattered
 from gshard.train.optim.offload import to_device
 
 
@@ -141,9 +142,11 @@ class GatherBucket:
         """Returns the full parameters, gathered at the first call."""
         result = self.gathered
         if result is None:
-            result = self.gathered = _gather_and_scatter(
-                self.specs, self.scope, self.kept, self.grad_sinks
+            found: Any = _gather_and_scatter(
+                self.specs, self.scope, self.kept, self.grad_sinks, self.scope.token
             )
+            result, self.scope.token = found
+            self.gathered = result
         return result
 
     def wait(self, after: Sequence[jax.Array]) -> None:
@@ -204,41 +207,55 @@ def _gather_kept(specs: Sequence[GatherSpec], kept: Sequence[jax.Array]) -> list
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather_and_scatter(
-    specs: tuple[GatherSpec, ...], scope: GatherScope, kept: list[jax.Array], grad_sinks: Any
-) -> list[jax.Array]:
+    specs: tuple[GatherSpec, ...],
+    scope: GatherScope,
+    kept: list[jax.Array],
+    grad_sinks: Any,
+    token: jax.Array,
+) -> tuple[list[jax.Array], jax.Array]:
     del scope, grad_sinks
-    return _gather_kept(specs, kept)
+    return _gather_kept(specs, kept), token
 
 
 def _forward(
-    specs: tuple[GatherSpec, ...], scope: GatherScope, kept: list[jax.Array], grad_sinks: Any
-) -> tuple[list[jax.Array], None]:
+    specs: tuple[GatherSpec, ...],
+    scope: GatherScope,
+    kept: list[jax.Array],
+    grad_sinks: Any,
+    token: jax.Array,
+) -> tuple[tuple[list[jax.Array], jax.Array], None]:
     if scope.saves:
-        return _gather_kept(specs, kept), None
-    return _gather_and_scatter(specs, scope, kept, grad_sinks), None  # for a scan's policy to see
+        return (_gather_kept(specs, kept), token), None
+    # for a scan's policy to see
+    return _gather_and_scatter(specs, scope, kept, grad_sinks, token), None
 
 
 def _scatter_gradients(
-    specs: tuple[GatherSpec, ...], scope: GatherScope, _: None, cotangents: list[jax.Array]
-) -> tuple[list[jax.Array], list[jax.Array]]:
+    specs: tuple[GatherSpec, ...],
+    scope: GatherScope,
+    _: None,
+    cotangents: tuple[list[jax.Array], jax.Array],
+) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+    full, token = cotangents
     # The stored shards are never differentiated; their cotangents are dead code.
-    nothing = [jnp.zeros(s.kept_shape, c.dtype) for s, c in zip(specs, cotangents, strict=True)]
+    nothing = [jnp.zeros(s.kept_shape, c.dtype) for s, c in zip(specs, full, strict=True)]
     grads = [
-        c.astype(s.reduced.dtype) if s.converts else c
-        for s, c in zip(specs, cotangents, strict=True)
+        c.astype(s.reduced.dtype) if s.converts else c for s, c in zip(specs, full, strict=True)
     ]
     layouts = [spec.reduced for spec in specs]
     if layouts[0].dim is None:
-        return nothing, grads
+        return nothing, grads, token
     several = len(specs) > 1
     shards = scatter_bucket(grads, layouts) if several else [scatter(grads[0], layouts[0])]
-    if scope.saves:
-        scope.scattered.append(shards[0])
-    else:
+    if scope.awaited:
+        shards, token = scattered(shards, token)
+    elif not scope.saves:
         # Else XLA on GPU moves it into the next iteration of a scan, and two layers' gradients are
         # alive at a time.
         shards = jax.lax.optimization_barrier(shards)
-    return nothing, shards
+    if scope.saves:
+        scope.scattered.append(shards[0])
+    return nothing, shards, token
 
 
 _gather_and_scatter.defvjp(_forward, _scatter_gradients)
@@ -260,6 +277,8 @@ class GatherScope:
         self.sync: bool = sync
         self.bucket_size: int = bucket_size
         self.saves: bool = saves
+        self.token: jax.Array = new_token()  # after the latest all-gather
+        self.awaited = False  # whether the backward pass of an earlier loop waits for it
         self.order: list[int] = []  # inputs of the loss by first use, once it is traced
         self._latest: Sequence[jax.Array] = ()
         self._forward: Sequence[jax.Array] = ()
@@ -297,9 +316,19 @@ class GatherScope:
             return [*now, *self.scattered[-1:]]
         return [*before, *self.scattered[-2:-1]]
 
+    def order_backward_loop(self, results: Sequence[Any]) -> list[Any]:
+        """Returns results of a loop, whose backward pass then waits for reduce-scatters.
+
+        It takes long and needs much memory, so that no full gradient should be kept meanwhile.
+        """
+        self.awaited = True
+        waiting, self.token = after_scatters(results, self.token)
+        return waiting
+
     def end_forward(self) -> None:
         """Releases what only the forward pass needs; it belongs to the trace of that pass."""
         self._latest = self._forward = ()
+        self.token = new_token()
         for bucket in self.buckets:
             bucket.end_forward()
 
