@@ -28,6 +28,7 @@ from gshard.train.comm.collectives import (
     scatter,
     scatter_bucket,
 )
+from gshard.train.fsdp.backward_order import after_scatters, new_token, scattered
 from gshard.train.optim.offload import to_device
 
 
@@ -151,9 +152,12 @@ class GatherBucket:
         """Returns the full parameters, gathered at the first call."""
         result = self.gathered
         if result is None:
-            result = self.gathered = _gather_and_scatter(
-                self.specs, self.scope, self.kept, self.grad_sinks, self.scope.seed
+            scope = self.scope
+            found: Any = _gather_and_scatter(
+                self.specs, scope, self.kept, self.grad_sinks, scope.seed, scope.token
             )
+            result, self.scope.token = found
+            self.gathered = result
         return result
 
     def wait(self, after: Sequence[jax.Array]) -> None:
@@ -219,9 +223,10 @@ def _gather_and_scatter(
     kept: list[jax.Array],
     grad_sinks: Any,
     seed: jax.Array | None,
-) -> list[jax.Array]:
+    token: jax.Array,
+) -> tuple[list[jax.Array], jax.Array]:
     del scope, grad_sinks, seed
-    return _gather_kept(specs, kept)
+    return _gather_kept(specs, kept), token
 
 
 def _forward(
@@ -230,43 +235,47 @@ def _forward(
     kept: list[jax.Array],
     grad_sinks: Any,
     seed: jax.Array | None,
-) -> tuple[list[jax.Array], jax.Array | None]:
+    token: jax.Array,
+) -> tuple[tuple[list[jax.Array], jax.Array], jax.Array | None]:
     if scope.saves:
-        return _gather_kept(specs, kept), seed
-    return _gather_and_scatter(
-        specs, scope, kept, grad_sinks, seed
-    ), seed  # a scan's policy sees it
+        return (_gather_kept(specs, kept), token), seed
+    # for a scan's policy to see
+    return _gather_and_scatter(specs, scope, kept, grad_sinks, seed, token), seed
 
 
 def _scatter_gradients(
     specs: tuple[GatherSpec, ...],
     scope: GatherScope,
     seed: jax.Array | None,
-    cotangents: list[jax.Array],
-) -> tuple[list[Any], list[jax.Array], None]:
+    cotangents: tuple[list[jax.Array], jax.Array],
+) -> tuple[list[Any], list[Any], None, jax.Array]:
+    full, token = cotangents
     # The stored shards are never differentiated; their cotangents are dead code.
     nothing = [
         None if s.keeps_packed else jnp.zeros(s.kept_shape, c.dtype)
-        for s, c in zip(specs, cotangents, strict=True)
+        for s, c in zip(specs, full, strict=True)
     ]
     grads = [
-        c.astype(s.reduced.dtype) if s.converts else c
-        for s, c in zip(specs, cotangents, strict=True)
+        c.astype(s.reduced.dtype) if s.converts else c for s, c in zip(specs, full, strict=True)
     ]
     layouts = [spec.reduced for spec in specs]
     if layouts[0].dim is None:
-        return nothing, grads, None
+        return nothing, grads, None, token
+    if specs[0].purpose == "non_trainable":  # frozen: nobody reads the gradient
+        return nothing, [None] * len(grads), None, token
     if len(specs) > 1:
         shards = scatter_bucket(grads, layouts, seed)
     else:
         shards = [scatter(grads[0], layouts[0], seed)]
-    if scope.saves:
-        scope.scattered.append(shards[0])
-    else:
+    if scope.awaited:
+        shards, token = scattered(shards, token)
+    elif not scope.saves:
         # Else XLA on GPU moves it into the next iteration of a scan, and two layers' gradients are
         # alive at a time.
         shards = jax.lax.optimization_barrier(shards)
-    return nothing, shards, None
+    if scope.saves:
+        scope.scattered.append(shards[0])
+    return nothing, shards, None, token
 
 
 _gather_and_scatter.defvjp(_forward, _scatter_gradients)
@@ -291,6 +300,8 @@ class GatherScope:
         self.sync: bool = sync
         self.bucket_size: int = bucket_size
         self.saves: bool = saves
+        self.token: jax.Array = new_token()  # after the latest all-gather
+        self.awaited = False  # whether the backward pass of an earlier loop waits for it
         self.order: list[int] = []  # inputs of the loss by first use, once it is traced
         self._latest: Sequence[jax.Array] = ()
         self._forward: Sequence[jax.Array] = ()
@@ -328,9 +339,19 @@ class GatherScope:
             return [*now, *self.scattered[-1:]]
         return [*before, *self.scattered[-2:-1]]
 
+    def order_backward_loop(self, results: Sequence[Any]) -> list[Any]:
+        """Returns results of a loop, whose backward pass then waits for reduce-scatters.
+
+        It takes long and needs much memory, so that no full gradient should be kept meanwhile.
+        """
+        self.awaited = True
+        waiting, self.token = after_scatters(results, self.token)
+        return waiting
+
     def end_forward(self) -> None:
         """Releases what only the forward pass needs; it belongs to the trace of that pass."""
         self._latest = self._forward = ()
+        self.token = new_token()
         for bucket in self.buckets:
             bucket.end_forward()
 

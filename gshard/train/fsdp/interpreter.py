@@ -148,12 +148,14 @@ def _evaluate_checkpoint(
         ]
     )
 
-    def run(seed: Any, *flat: Any) -> Sequence[Any]:
+    def run(seed: Any, token: jax.Array, *flat: Any) -> tuple[Sequence[Any], jax.Array]:
         within = scope.rematerialized(seed)
-        return _evaluate_scope(uses, consts, restore(flat, within), within)
+        within.token, within.awaited = token, scope.awaited
+        return _evaluate_scope(uses, consts, restore(flat, within), within), within.token
 
-    names = ("policy", "prevent_cse")
-    return jax.checkpoint(run, **{name: eqn.params[name] for name in names})(scope.seed, *flat)
+    options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
+    results, scope.token = jax.checkpoint(run, **options)(scope.seed, scope.token, *flat)
+    return results
 
 
 def _evaluate_scan(
@@ -171,7 +173,10 @@ def _evaluate_scan(
             layered = x.spec.scannable and x.base is None
             x = x.with_gradient_in(uses.only_cast(v)) if layered else x.all_gather()
         layers.append(x)
-    flat, restore = _pass_to_scope(layers, layer=True)
+    # Compilers choose among equals by the order of operands: let it be that in which gradients are
+    # computed, and not that of the names of parameters.
+    order = [i - first for i in reversed(by_first_use(body)) if i >= first]
+    flat, restore = _pass_to_scope(layers, order)
     again = [v for v in layers if isinstance(v, LazyParam) and v.spec.reshard]
 
     def scan(values: Sequence[Any]) -> Sequence[Any]:
@@ -190,7 +195,11 @@ def _evaluate_scan(
         carry, stacked = jax.lax.scan(step, values[fixed:first], xs, **options)
         return [*carry, *stacked]
 
-    return apply_gathered(scan, [*values[:first], *flat], scope, saves_operands(eqn))
+    results = apply_gathered(scan, [*values[:first], *flat], scope, saves_operands(eqn))
+    # A backward loop waits if one of its operands does. It is given zeros for carries that nothing
+    # uses, but not for stacked results.
+    waiting = carried or len(results)
+    return [*scope.order_backward_loop(results[:waiting]), *results[waiting:]]
 
 
 def _warn_of_sharded_stacks(values: Sequence[Any]) -> None:
@@ -224,7 +233,7 @@ def _keep_all_but_layers(layers: Sequence[LazyParam]) -> Callable[..., bool]:
 
     def policy(primitive: Any, *avals: Any, **_: Any) -> bool:
         if primitive.name.startswith("custom_vjp_call"):
-            shapes = [aval.shape for aval in avals if aval.shape]  # without the seed
+            shapes = [aval.shape for aval in avals if aval.shape]  # without seed and token
             half = len(shapes) // 2
             pairs = set(zip(shapes[:half], shapes[half : 2 * half], strict=True))
             return not pairs or len(shapes) != 2 * half or not known.issuperset(pairs)
@@ -247,10 +256,15 @@ def _has_checkpoint(jaxpr: Any) -> bool:
 
 
 def _pass_to_scope(
-    values: Sequence[Any], layer: bool = False
+    values: Sequence[Any], layers: Sequence[int] | None = None
 ) -> tuple[list[Any], Callable[[Sequence[Any], GatherScope], list[Any]]]:
-    """Arrays to pass into another scope, each once, and what restores the values there."""
-    leaves = {id(v): v for v in values if isinstance(v, LazyParam)}
+    """Arrays to pass into another scope, each once, and what restores the values there.
+
+    To the body of a scan stacks are passed, in the order `layers`, of which it has one layer each.
+    """
+    layer = layers is not None
+    ordered = values if layers is None else [values[i] for i in layers]
+    leaves = {id(v): v for v in ordered if isinstance(v, LazyParam)}
     others = [v for v in values if not isinstance(v, LazyParam)]
     flat = [*others, *(x for v in leaves.values() for x in v.scope_inputs(layer))]
 
