@@ -13,6 +13,7 @@ from jax import lax
 
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
+from gshard.train.comm.buckets import BUCKET_SIZE, default_reduce_bucket
 from gshard.train.comm.collectives import (
     on_model_axes,
     reduce_bucket_by_bucket,
@@ -152,13 +153,14 @@ def _sum_over_devices(
     """Reduce-scatters local gradients; sums full ones over data axes, shards over replicas."""
     reduced = jax.tree.leaves(plan.grads)
     size, ends = options.bucket_size, options.end_bucket_size
+    most = default_reduce_bucket(plan.group) if size == BUCKET_SIZE else size
     late = [r if t.dim is None else r.replicated() for t, r in zip(targets, reduced, strict=True)]
 
     def sums(grads: list[jax.Array]) -> list[jax.Array]:
         grads = scatter_leaves(grads, [layout.local() for layout in late], size)
         for axes, of_shards in ((plan.group.axes, False), (plan.group.replica, True)):
             chosen = [i for i in order if (reduced[i].dim is not None) == of_shards]
-            totals = reduce_bucket_by_bucket([grads[i] for i in chosen], axes, size, ends)
+            totals = reduce_bucket_by_bucket([grads[i] for i in chosen], axes, most, ends)
             for i, total in zip(chosen, totals, strict=True):
                 grads[i] = total
         return grads
