@@ -13,7 +13,8 @@ from gshard._util.pytree import differences, flatten, map_leaves
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.train.optim.offload import to_device, to_host
-from gshard.train.optim.optimizer import cut_padding, keep_unless
+from gshard.train.optim.optimizer import cut_padding
+from gshard.train.optim.skip_update import keep_unless
 from gshard.train_state import Components
 
 

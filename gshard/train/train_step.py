@@ -27,7 +27,8 @@ from gshard.train.gradients import GradientStage
 from gshard.train.late_checks import late_checks
 from gshard.train.latest_state import LatestState
 from gshard.train.nonfinite_leaves import flags_sharding, watch_of
-from gshard.train.optim.optimizer import keep_unless, update_and_all_gather
+from gshard.train.optim.optimizer import update_and_all_gather
+from gshard.train.optim.skip_update import keep_unless
 from gshard.train.options import (
     MAX_BAD_STEPS,
     LossSemantics,

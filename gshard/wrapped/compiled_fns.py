@@ -22,7 +22,7 @@ from gshard.sharding.plan import Plan
 from gshard.train.gradients import GradientStage, LocalGradients
 from gshard.train.loss import Weighted
 from gshard.train.optim.offload import to_device
-from gshard.train.optim.optimizer import keep_unless
+from gshard.train.optim.skip_update import keep_unless
 from gshard.train.options import StepOptions
 from gshard.train.same_program import ProgramCheck
 from gshard.train.value_and_grad import mean_non_trainable, reduce_gradients, value_and_grad

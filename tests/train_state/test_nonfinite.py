@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
-from gshard.train.optim.optimizer import skip_state_where
+from gshard.train.optim.skip_update import skip_state_where
 from tests.tiers import quick
 
 LEVELS = ["dp", "os", "os_g", "p_g_os"]

@@ -119,7 +119,8 @@ def _norm(grads: list[jax.Array], plan: Plan) -> tuple[jax.Array, jax.Array]:
         totals = [jnp.zeros(1, jnp.float32)]  # for a tree without leaves
         for g in grads:
             # not `jax.numpy`, whose calls take three times as long to trace
-            square = lax.square(lax.convert_element_type(lax.abs(g), jnp.float32))
+            size = lax.abs(g) if jnp.iscomplexobj(g) else g
+            square = lax.square(lax.convert_element_type(size, jnp.float32))
             totals.append(lax.reshape(lax.reduce_sum(square, range(g.ndim)), (1,)))
         return lax.concatenate(totals, 0)[None]
 

@@ -15,19 +15,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
-from jax.extend.core import Literal
 
 from gshard._util.errors import GShardError, some
-from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope
 from gshard._util.pytree import differences, flatten, map_leaves, same_leaves
 from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.train.comm.buckets import BUCKET_SIZE
-from gshard.train.comm.collectives import all_gather_updated, local_shard
+from gshard.train.comm.collectives import all_gather_updated, slice_shards
 from gshard.train.gradients import refuse_local_gradients
 from gshard.train.optim.matrix_products import with_gathered_operands
 from gshard.train.optim.offload import to_device, to_host, transfer_sizes, update_through_device
+from gshard.train.optim.skip_update import keep_unless, skip_state_where
 from gshard.train_state.components import ShardedOptState
 
 
@@ -268,65 +266,6 @@ def _raise_optimizer_error(error: Exception) -> None:
         ) from error
 
 
-def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:
-    """Returns the new values where a step updates, else the old ones."""
-
-    def chosen(x: Any, y: Any) -> jax.Array:
-        # A constant may have no shape and no dtype. This takes a third of `jnp.where`'s time.
-        if jnp.shape(x) == y.shape and getattr(x, "dtype", None) == y.dtype:
-            return lax.select_n(updates, y, x)
-        return jnp.where(updates, x, y)
-
-    return jax.tree.map(chosen, new, old)
-
-
-def skip_state_where(
-    update: Callable[[Any, Any, Any], tuple[Any, Any]], updates: jax.Array
-) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """Wraps `update(grads, state, params)` to keep the state where `updates` is false.
-
-    Every new leaf is selected where it is computed, so that later equations read the selected one.
-    Selected at the end, old and new state would both be alive, with no update in place.
-    """
-
-    def kept(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        args = (grads, state, params)
-        closed, shapes = jax.make_jaxpr(update, return_shape=True)(*args)
-        old = [None] * len(jax.tree.leaves(shapes[0])) + jax.tree.leaves(state)
-        results = _choosing(closed.jaxpr, closed.consts, jax.tree.leaves(args), old, updates)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
-
-    return kept
-
-
-def _choosing(
-    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], old: Sequence[Any], updates: jax.Array
-) -> list[Any]:
-    """Evaluates a jaxpr; results with an old value (not None) keep it where `updates` is false."""
-    due = {v: x for v, x in zip(jaxpr.outvars, old, strict=True) if not isinstance(v, Literal)}
-    chosen: dict[Any, Any] = {}  # the old value by variable
-
-    def run(eqn: Any, values: list[Any]) -> Sequence[Any]:
-        # Later equations were traced for the dtype of the new value.
-        wanted = {v: x for v in eqn.outvars if (x := due.get(v)) is not None}
-        wanted = {v: x for v, x in wanted.items() if x.dtype == v.aval.dtype}
-        chosen.update(wanted)
-        if eqn.primitive.name == JIT:
-            return _choosing(*body_of(eqn), values, [wanted.get(v) for v in eqn.outvars], updates)
-        with in_scope(eqn):
-            return [
-                keep_unless(updates, new, wanted[v]) if v in wanted else new
-                for v, new in zip(eqn.outvars, bind(eqn, values), strict=True)
-            ]
-
-    return [
-        new
-        if x is None or (not isinstance(v, Literal) and chosen.get(v) is x)
-        else keep_unless(updates, new, x)
-        for v, x, new in zip(jaxpr.outvars, old, evaluate(jaxpr, consts, inputs, run), strict=True)
-    ]
-
-
 def local_shards(
     params: Any, master: dict[str, jax.Array], plan: Plan
 ) -> tuple[list[jax.Array], Any]:
@@ -338,10 +277,7 @@ def local_shards(
     structure = same_leaves(params, (layout.path for layout in stored), "the parameters are")
     leaves = map_leaves(lambda p, x: p.as_stored(x, "the parameters"), stored, params)
 
-    def take(xs: list[jax.Array], layouts: list[Layout]) -> list[jax.Array]:
-        return [local_shard(x, layout) for x, layout in zip(xs, layouts, strict=True)]
-
-    leaves = _where_layouts_differ(take, leaves, stored, reduced, reduced, plan)
+    leaves = _where_layouts_differ(slice_shards, leaves, stored, reduced, reduced, plan)
     for i, layout in enumerate(reduced):
         if layout.path in plan.master:
             low = leaves[i]
