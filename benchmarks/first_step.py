@@ -33,7 +33,7 @@ STAGES = ("trace", "lower", "compile")
 
 
 class Times(NamedTuple):
-    """Seconds of processor time of each stage; `compile` is infinite where it was not measured."""
+    """Seconds of processor time of each stage; `compile` is 0 where it was not measured."""
 
     trace: float
     lower: float
@@ -105,8 +105,9 @@ def times(trace: Callable[[], Any], compiles: bool) -> Times:
     clock.append(time.process_time())
     if compiles:
         lowered.compile()
-    clock.append(time.process_time() if compiles else float("inf"))
-    return Times(*(b - a for a, b in zip(clock, clock[1:], strict=False)))
+        clock.append(time.process_time())
+    seconds = [b - a for a, b in zip(clock, clock[1:], strict=False)]
+    return Times(*seconds, *[0.0] * (len(STAGES) - len(seconds)))
 
 
 def measure(
@@ -124,7 +125,13 @@ def measure(
     for i in range(rounds):
         for key, trace in programs.items():
             found[key].append(times(trace, compiles=i < compile_rounds))
-    return {key: Times(*map(min, zip(*several, strict=True))) for key, several in found.items()}
+    return {key: shortest(several) for key, several in found.items()}
+
+
+def shortest(several: list[Times]) -> Times:
+    """The shortest time of each stage among the rounds that measured it."""
+    stages = zip(*several, strict=True)
+    return Times(*(min(filter(None, stage), default=0.0) for stage in stages))
 
 
 def main() -> None:
@@ -145,12 +152,8 @@ def main() -> None:
         )
         for level in options.levels:
             ours, theirs = (found[level, name] for name in ("gshard", "gspmd"))
-            stages = [
-                f"{name} {a:.2f} / {b:.2f} = {a / b:.2f}"
-                for name, a, b in zip(
-                    (*STAGES, "all"), (*ours, sum(ours)), (*theirs, sum(theirs)), strict=True
-                )
-            ]
+            rows = zip((*STAGES, "all"), (*ours, sum(ours)), (*theirs, sum(theirs)), strict=True)
+            stages = [f"{name} {a:.2f} / {b:.2f} = {a / b:.2f}" for name, a, b in rows if b]
             print(f"{model:11s} {level:6s}: {', '.join(stages)}", flush=True)
 
 
