@@ -47,7 +47,7 @@ def layers(x: jax.Array, w: jax.Array) -> jax.Array:
         normal = (x - x.mean(-1, keepdims=True)) * 2.0 + one
         x = jnp.sin(normal) @ w + x * 0.5
         kept.append(x if i % 2 else normal)
-    return jnp.stack([part.sum() for part in kept]).sum() + jnp.sort(x).sum()
+    return jnp.stack([part.sum() for part in kept]).sum() + jnp.cos(x).sum()
 
 
 def test_a_run_that_repeats_is_one_call_with_the_same_derivative() -> None:
