@@ -141,12 +141,12 @@ class _Selections:
                 values[v] = self._chosen(new, due[v]) if v in due else new
         return read(jaxpr.outvars)
 
-    def _chosen(self, new: Var, old: Var) -> Var:
+    def _chosen(self, new: Any, old: Any) -> Var:
         """Adds a selection, unless later equations were traced for another shape or dtype."""
-        if (old.aval.shape, old.aval.dtype) != (new.aval.shape, new.aval.dtype):
+        before, after = (v.aval for v in (old, new))
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
             return new
-        weak = new.aval.weak_type and old.aval.weak_type
-        chosen = Var(new.aval.update(weak_type=weak))
+        chosen = Var(after.update(weak_type=before.weak_type and after.weak_type))
         invars = [self._updates, old, new]
         self.eqns.append(self._select.replace(invars=invars, outvars=[chosen]))
         self.selected[chosen] = old
