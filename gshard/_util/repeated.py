@@ -3,13 +3,15 @@
 JAX caches the derivative and the transpose of what `jax.jit` calls, by its jaxpr, but derives those
 of a bare equation every time, which takes twice as long as the call of a cached one. So equations
 that occur several times, as in the layers of a model, are called through `jax.jit`, which adds what
-it calls to the trace as if it were not there.
+it calls to the trace as if it were not there. Where several in a row repeat, one call has them all.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -20,6 +22,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from gshard._util.jaxpr import bind, with_inner
+from gshard._util.jaxpr_dataflow import PRODUCTS
 
 LEAST = 4  # occurrences of a kind, from which on a cached derivative takes less time
 _KINDS: Any = getattr(jax, "Inline", None)  # None up to JAX 0.11, where a boolean means the same
@@ -35,12 +38,14 @@ class RepeatedEquations:
     """
 
     def __init__(self, jaxpr: Any, differentiated: Iterable[Any]):
+        self._jaxpr = jaxpr
+        self._kinds = {id(eqn): kind for eqn in jaxpr.eqns if (kind := _kind_of(eqn)) is not None}
         reached, kinds = set(differentiated), dict[int, Any]()
         for eqn in jaxpr.eqns:
             if any(isinstance(v, Var) and v in reached for v in eqn.invars):
                 reached.update(v for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact))
-                if (kind := _kind_of(eqn)) is not None:
-                    kinds[id(eqn)] = kind
+                if id(eqn) in self._kinds:
+                    kinds[id(eqn)] = self._kinds[id(eqn)]
         known = {kind: _equation(kind) for kind in kinds.values()}
         for kind, count in Counter(kinds.values()).items():
             known[kind].count += count
@@ -55,22 +60,116 @@ class RepeatedEquations:
         with eqn.ctx.manager:
             return known.call([x for v, x in pairs if not isinstance(v, Literal)])
 
+    def runs(self, alone: Callable[[Any], bool]) -> Iterator[Run]:
+        """Divides the equations into runs, in order; an equation that is `alone` is in no call.
+
+        A run ends with a matrix product, so that layers of a model have equal runs, and has one
+        named scope.
+        """
+        last: dict[Any, float] = {}
+        for i, eqn in enumerate(self._jaxpr.eqns):
+            last.update((v, i) for v in eqn.invars if isinstance(v, Var))
+        last.update((v, math.inf) for v in self._jaxpr.outvars if isinstance(v, Var))
+        found, end = list[tuple[Run, Any]](), 0
+        for eqns in self._divided(alone):
+            end += len(eqns)
+            found.append(
+                self._run(eqns, {v for e in eqns for v in e.outvars if last.get(v, 0) >= end})
+            )
+        often = Counter(key for _, key in found)
+        for run, key in found:
+            if key is not None and often[key] >= LEAST:
+                run.call = _calls(key)
+            yield run
+
+    def _divided(self, alone: Callable[[Any], bool]) -> Iterator[list[Any]]:
+        """Divides the equations; only equations in a list of several may be called together."""
+        run: list[Any] = []
+        for eqn in self._jaxpr.eqns:
+            single = alone(eqn) or id(eqn) not in self._kinds  # `alone` sees every equation
+            if run and (single or _place(eqn) != _place(run[-1])):
+                yield run
+                run = []
+            run.append(eqn)
+            if single or eqn.primitive.name in PRODUCTS:
+                yield run
+                run = []
+        if run:
+            yield run
+
+    def _run(self, eqns: list[Any], used: set[Any]) -> tuple[Run, Any]:
+        """Makes a run, of which `used` are results that are used after it, and its kind."""
+        if len(eqns) == 1:
+            return Run(eqns, [], []), None
+        number, count = dict[Any, int](), itertools.count()
+        kinds, inputs = [], []
+        for eqn in eqns:
+            given = [v for v in eqn.invars if isinstance(v, Var)]
+            new = [v for v in dict.fromkeys(given) if v not in number]
+            inputs += new
+            number.update(zip(new, count, strict=False))
+            ins = tuple(number[v] for v in given)
+            number.update(zip(eqn.outvars, count, strict=False))
+            kinds.append((self._kinds[id(eqn)], ins, len(new)))
+        outputs = [v for eqn in eqns for v in eqn.outvars if v in used]
+        return Run(eqns, inputs, outputs), (tuple(kinds), tuple(number[v] for v in outputs))
+
+
+@dataclass
+class Run:
+    """Equations in a row, and where they repeat what computes all of them at once.
+
+    Attributes:
+      eqns: at least one.
+      inputs: of the call.
+      outputs: those results that are used after it.
+      call: from a list of inputs to a list of outputs; None where nothing repeats.
+    """
+
+    eqns: list[Any]
+    inputs: list[Any]
+    outputs: list[Any]
+    call: Callable[[list[Any]], list[Any]] | None = None
+
+
+def _place(eqn: Any) -> tuple[Any, ...]:
+    return eqn.ctx, str(eqn.source_info.name_stack)
+
+
+@lru_cache(maxsize=1024)
+def _calls(key: tuple[Any, ...]) -> Any:
+    """Returns what computes a run of this kind."""
+    kinds, outputs = key
+
+    def call(values: list[Any]) -> list[Any]:
+        rest, known = iter(values), list[Any]()
+        for kind, ins, new in kinds:
+            known += [next(rest) for _ in range(new)]
+            known += _apply(kind, [known[i] for i in ins])
+        return [known[i] for i in outputs]
+
+    return jax.jit(call, inline=_INLINE)
+
 
 class _Equation:
     """All equations of a kind, and how many of them were seen."""
 
     def __init__(self, kind: tuple[Any, ...]):
         self.count = 0
-        primitive, params, operands = kind
-        params = {name: value for name, _, value, _ in params}
 
         def call(values: list[Any]) -> list[Any]:
-            rest = iter(values)
-            given = [x.value if isinstance(x, _Constant) else next(rest) for x in operands]
-            out = primitive.bind(*given, **params)
-            return list(out) if primitive.multiple_results else [out]
+            return _apply(kind, values)
 
         self.call = jax.jit(call, inline=_INLINE)
+
+
+def _apply(kind: tuple[Any, ...], values: Sequence[Any]) -> list[Any]:
+    """Evaluates an equation of this kind on its operands, without constants."""
+    primitive, params, operands = kind
+    rest = iter(values)
+    given = [x.value if isinstance(x, _Constant) else next(rest) for x in operands]
+    out = primitive.bind(*given, **{name: value for name, _, value, _ in params})
+    return list(out) if primitive.multiple_results else [out]
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ def check_collectives(move: Move) -> None:
     each = rng.integers(-9, 9, (group.devices, *move.shape)).astype(move.dtype)  # sums are exact
 
     def on_device(whole: jax.Array, mine: jax.Array) -> list[jax.Array]:
-        part = collectives.local_shard(whole, layout)
+        (part,) = collectives.slice_shards([whole], [layout])
         moved = [part, collectives.gather(part, layout), collectives.scatter(mine[0], layout)]
         return [x[None] for x in moved]
 

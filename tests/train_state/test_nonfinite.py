@@ -426,6 +426,25 @@ def test_state_is_selected_early_with_the_same_result(update, nested):
             np.testing.assert_allclose(found_changes, changes, rtol=1e-6)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_state_is_selected_where_it_is_computed(nested):
+    """Else the old and the new state would be in memory together."""
+
+    def update(g, s, p):
+        mean = s["mean"] * 0.9 + g
+        return jnp.sin(mean), {"mean": mean, "count": s["count"] + 1}
+
+    inner = jax.jit(update) if nested else update
+    x, on = jnp.ones(5), jnp.bool_(True)
+    closed = jax.make_jaxpr(lambda on, *args: skip_state_where(inner, on)(*args))(
+        on, x, {"mean": x, "count": x}, x
+    )
+    (sine,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "sin")
+    selections = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "select_n"]
+    assert len(selections) == 2
+    assert sine.invars[0] in {eqn.outvars[0] for eqn in selections}
+
+
 def test_a_norm_that_overflows_counts_as_not_finite():
     """Every entry is finite, and their squares are not: Adam would keep infinities for good."""
     state, plan = gshard.shard_train_state(

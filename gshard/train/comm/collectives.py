@@ -204,13 +204,23 @@ def on_model_axes(
     )(list(leaves), *more)
 
 
-def local_shard(full: jax.Array, layout: Layout) -> jax.Array:
-    """Slices this device's shard from a full leaf, without communication."""
-    if layout.dim is None:
-        return full
-    size = layout.shard_shape[layout.dim]
-    start = group_index(layout.group.shard) * size
-    return lax.dynamic_slice_in_dim(layout.pad(full), start, size, axis=layout.dim)
+def slice_shards(full: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
+    """Slices this device's shards from full leaves, without communication."""
+    starts: dict[Any, jax.Array] = {}  # in elements, by group and size of a shard
+
+    def shard(x: jax.Array, layout: Layout) -> jax.Array:
+        if layout.dim is None:
+            return x
+        size = layout.shard_shape[layout.dim]
+        key = layout.group.shard, size
+        if key not in starts:
+            starts[key] = group_index(layout.group.shard) * size
+        x = layout.pad(x)
+        begin = [starts[key] if d == layout.dim else 0 for d in range(x.ndim)]
+        sizes = [size if d == layout.dim else n for d, n in enumerate(x.shape)]
+        return lax.dynamic_slice(x, begin, sizes, allow_negative_indices=False)
+
+    return [shard(x, layout) for x, layout in zip(full, layouts, strict=True)]
 
 
 def group_index(axes: Sequence[str]) -> jax.Array:

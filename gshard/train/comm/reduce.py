@@ -13,6 +13,7 @@ from jax import lax
 
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
+from gshard.train.comm.buckets import BUCKET_SIZE, default_reduce_bucket
 from gshard.train.comm.collectives import (
     on_model_axes,
     reduce_bucket_by_bucket,
@@ -120,7 +121,8 @@ def _norm(grads: list[jax.Array], plan: Plan) -> tuple[jax.Array, jax.Array]:
         totals = [jnp.zeros(1, jnp.float32)]  # for a tree without leaves
         for g in grads:
             # not `jax.numpy`, whose calls take three times as long to trace
-            square = lax.square(lax.convert_element_type(lax.abs(g), jnp.float32))
+            size = lax.abs(g) if jnp.iscomplexobj(g) else g
+            square = lax.square(lax.convert_element_type(size, jnp.float32))
             totals.append(lax.reshape(lax.reduce_sum(square, range(g.ndim)), (1,)))
         return lax.concatenate(totals, 0)[None]
 
@@ -155,13 +157,14 @@ def _sum_over_devices(
     """Reduce-scatters local gradients; sums full ones over data axes, shards over replicas."""
     reduced = jax.tree.leaves(plan.grads)
     size, ends = options.bucket_size, options.end_bucket_size
+    most = default_reduce_bucket(plan.group) if size == BUCKET_SIZE else size
     late = [r if t.dim is None else r.replicated() for t, r in zip(targets, reduced, strict=True)]
 
     def sums(grads: list[jax.Array], seed: jax.Array | None = None) -> list[jax.Array]:
         grads = scatter_leaves(grads, [layout.local() for layout in late], size, seed)
         for axes, of_shards in ((plan.group.axes, False), (plan.group.replica, True)):
             chosen = [i for i in order if (reduced[i].dim is not None) == of_shards]
-            totals = reduce_bucket_by_bucket([grads[i] for i in chosen], axes, size, ends)
+            totals = reduce_bucket_by_bucket([grads[i] for i in chosen], axes, most, ends)
             for i, total in zip(chosen, totals, strict=True):
                 grads[i] = total
         return grads

@@ -19,9 +19,9 @@ from gshard._util.jaxpr import (
     CHECKPOINTS,
     JIT,
     VIEWS,
+    Bindings,
     abstract,
     body_of,
-    evaluate,
     in_scope,
     scan_sizes,
 )
@@ -108,9 +108,17 @@ def _evaluate(
             results = _evaluate_equation(eqn, values, scope, uses)
         return settle(eqn.outvars, results)
 
-    jaxpr = uses.jaxpr
-    results = evaluate(jaxpr, consts, settle(jaxpr.invars, args), run)
-    return [gathered(x) for x in results]
+    jaxpr, args = uses.jaxpr, settle(uses.jaxpr.invars, args)
+    env = Bindings([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
+    given = zip(jaxpr.invars, args, strict=True)
+    for part in uses.runs(v for v, x in given if isinstance(x, LazyParam)):
+        if part.call is None:
+            for eqn in part.eqns:
+                env.run(eqn, run)
+            continue
+        with in_scope(part.eqns[0], "loss"), part.eqns[0].ctx.manager:
+            env.write(part.outputs, part.call(env.read(part.inputs)))
+    return [gathered(x) for x in env.read(jaxpr.outvars)]
 
 
 def _evaluate_equation(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -10,7 +10,7 @@ from jax.extend import core
 
 from gshard._util.jaxpr import CHECKPOINTS, JIT, VIEWS, bind, body_of, called, scan_sizes
 from gshard._util.jaxpr_dataflow import flow
-from gshard._util.repeated import RepeatedEquations
+from gshard._util.repeated import RepeatedEquations, Run
 from gshard.train.comm.buckets import assign_buckets
 from gshard.train.fsdp.lazy_param import LazyParam, share_bucket
 
@@ -53,8 +53,8 @@ class ParamUses:
 
     def __init__(self, jaxpr: Any, differentiated: Sequence[Any] = ()):
         self.jaxpr = jaxpr
-        repeated = RepeatedEquations(jaxpr, differentiated) if differentiated else None
-        self.bind: Any = bind if repeated is None else repeated.bind
+        self._repeated = RepeatedEquations(jaxpr, differentiated) if differentiated else None
+        self.bind: Any = bind if self._repeated is None else self._repeated.bind
         self._users: dict[Any, list[tuple[Any, int]]] = {}
         for eqn in jaxpr.eqns:
             for position, v in enumerate(eqn.invars):
@@ -62,6 +62,23 @@ class ParamUses:
                     self._users.setdefault(v, []).append((eqn, position))
         self._returned = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
         self._inner: dict[int, ParamUses] = {}
+
+    def runs(self, sharded: Iterable[Any]) -> Iterable[Run]:
+        """The equations in runs to evaluate; none with a sharded parameter is called with others.
+
+        `sharded` are the inputs that are sharded.
+        """
+        if self._repeated is None:
+            return [Run(self.jaxpr.eqns, [], [])]
+        reached = set(sharded)
+
+        def alone(eqn: Any) -> bool:
+            given = any(isinstance(v, core.Var) and v in reached for v in eqn.invars)
+            if given and eqn.primitive.name in (*VIEWS, "convert_element_type"):
+                reached.update(eqn.outvars)
+            return given
+
+        return self._repeated.runs(alone)
 
     def gathered_repeatedly(self, var: Any) -> bool:
         """Whether a parameter would be gathered more than once, here and in other scopes.

@@ -21,7 +21,7 @@ from gshard._util.pytree import differences, flatten, map_leaves, same_leaves
 from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.plan import Plan, ShardedTransformation, UpdateProducts
 from gshard.train.comm.buckets import BUCKET_SIZE
-from gshard.train.comm.collectives import all_gather_updated, local_shard
+from gshard.train.comm.collectives import all_gather_updated, slice_shards
 from gshard.train.gradients import refuse_local_gradients
 from gshard.train.optim.matrix_products import with_gathered_operands
 from gshard.train.optim.offload import to_device, to_host, transfer_sizes, update_through_device
@@ -303,10 +303,7 @@ def local_shards(
     structure = same_leaves(params, (layout.path for layout in stored), "the parameters are")
     leaves = map_leaves(lambda p, x: p.as_stored(x, "the parameters"), stored, params)
 
-    def take(xs: list[jax.Array], layouts: list[Layout]) -> list[jax.Array]:
-        return [local_shard(x, layout) for x, layout in zip(xs, layouts, strict=True)]
-
-    leaves = _where_layouts_differ(take, leaves, stored, reduced, reduced, plan)
+    leaves = _where_layouts_differ(slice_shards, leaves, stored, reduced, reduced, plan)
     for i, layout in enumerate(reduced):
         if layout.path in plan.master:
             low = leaves[i]

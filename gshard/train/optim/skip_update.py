@@ -1,4 +1,4 @@
-"""An update that keeps the old values where a step does not update, such as after a NaN."""
+"""Keeps the optimizer's state, and anything else, where a step is skipped."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 
-from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope
+from gshard._util.jaxpr import JIT, bind_inlined, body_of, evaluate
 
 
 def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:
@@ -35,38 +35,119 @@ def skip_state_where(
     """
 
     def kept(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        args = (grads, state, params)
-        closed, shapes = jax.make_jaxpr(update, return_shape=True)(*args)
-        old = [None] * len(jax.tree.leaves(shapes[0])) + jax.tree.leaves(state)
-        results = _choosing(closed.jaxpr, closed.consts, jax.tree.leaves(args), old, updates)
+        def traced(updates: jax.Array, *args: Any) -> tuple[Any, Any]:
+            del updates  # an operand of the selections that are added
+            return update(*args)
+
+        args = updates, grads, state, params
+        closed, shapes = jax.make_jaxpr(jax.jit(traced), return_shape=True)(*args)
+        flat, first = jax.tree.leaves(args), 1 + len(jax.tree.leaves(grads))
+        others = [None] * len(jax.tree.leaves(shapes[0]))
+        old = [*others, *range(first, first + len(jax.tree.leaves(state)))]
+        jaxpr, consts, selected = _select_results(closed.jaxpr, closed.consts, old)
+        found = evaluate(jaxpr, consts, flat, bind_inlined)
+        results = [
+            new if i is None or done else keep_unless(updates, new, flat[i])
+            for new, i, done in zip(found, old, selected, strict=True)
+        ]
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return kept
 
 
-def _choosing(
-    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], old: Sequence[Any], updates: jax.Array
-) -> list[Any]:
-    """Evaluates a jaxpr; results with an old value (not None) keep it where `updates` is false."""
-    due = {v: x for v, x in zip(jaxpr.outvars, old, strict=True) if not isinstance(v, Literal)}
-    chosen: dict[Any, Any] = {}  # the old value by variable
+def _select_results(
+    jaxpr: Any, consts: Sequence[Any], old: Sequence[int | None]
+) -> tuple[Any, Sequence[Any], list[bool]]:
+    """Adds the selections to a jaxpr that calls one `jit`, or to one that was traced without.
 
-    def run(eqn: Any, values: list[Any]) -> Sequence[Any]:
-        # Later equations were traced for the dtype of the new value.
-        wanted = {v: x for v in eqn.outvars if (x := due.get(v)) is not None}
-        wanted = {v: x for v, x in wanted.items() if x.dtype == v.aval.dtype}
-        chosen.update(wanted)
-        if eqn.primitive.name == JIT:
-            return _choosing(*body_of(eqn), values, [wanted.get(v) for v in eqn.outvars], updates)
-        with in_scope(eqn):
-            return [
-                keep_unless(updates, new, wanted[v]) if v in wanted else new
-                for v, new in zip(eqn.outvars, bind(eqn, values), strict=True)
-            ]
-
-    return [
-        new
-        if x is None or (not isinstance(v, Literal) and chosen.get(v) is x)
-        else keep_unless(updates, new, x)
-        for v, x, new in zip(jaxpr.outvars, old, evaluate(jaxpr, consts, inputs, run), strict=True)
+    Input 0 says whether a step updates. `old` has for each result the input with its old value, or
+    None. Also returns which results are selected; the others are inputs or constants.
+    """
+    eqn = jaxpr.eqns[0] if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == JIT else None
+    if eqn is None:
+        return _selected(jaxpr, consts, jaxpr.invars[0], old)
+    body, constants = body_of(eqn)
+    place = {v: i for i, v in enumerate(eqn.invars) if isinstance(v, Var)}
+    inside: dict[Any, int | None] = dict.fromkeys(eqn.outvars)
+    for v, i in zip(jaxpr.outvars, old, strict=True):
+        if i is not None and isinstance(v, Var) and v in inside:
+            inside[v] = place[jaxpr.invars[i]]
+    updates = body.invars[place[jaxpr.invars[0]]]
+    body, constants, selected = _selected(body, constants, updates, list(inside.values()))
+    found = dict(zip(eqn.outvars, zip(inside.values(), selected, strict=True), strict=True))
+    params = {**eqn.params, "jaxpr": eqn.params["jaxpr"].replace(jaxpr=body, consts=constants)}
+    done = [
+        i is not None and isinstance(v, Var) and found.get(v) == (place[jaxpr.invars[i]], True)
+        for v, i in zip(jaxpr.outvars, old, strict=True)
     ]
+    return jaxpr.replace(eqns=[eqn.replace(params=params)]), consts, done
+
+
+def _selected(
+    jaxpr: Any, consts: Sequence[Any], updates: Var, old: Sequence[int | None]
+) -> tuple[Any, list[Any], list[bool]]:
+    """Returns the jaxpr with selections, its constants, and which of its results are selected."""
+    pairs = zip(jaxpr.outvars, old, strict=True)
+    due = {v: jaxpr.invars[i] for v, i in pairs if i is not None and isinstance(v, Var)}
+    made = _Selections(updates)
+    out = made.add(jaxpr, consts, {v: v for v in jaxpr.invars}, due)
+    done = [
+        i is not None and isinstance(v, Var) and made.selected.get(v) is jaxpr.invars[i]
+        for v, i in zip(out, old, strict=True)
+    ]
+    jaxpr = jaxpr.replace(constvars=list(made.constants), eqns=made.eqns, outvars=out)
+    return jaxpr, list(made.constants.values()), done
+
+
+class _Selections:
+    """The equations of a jaxpr and of the `jit`s in it, with selections between them.
+
+    Nothing is traced again: the equations of an optimizer are many.
+
+    Attributes:
+      eqns: in order.
+      constants: by variable.
+      selected: the old value that a selected one replaces.
+    """
+
+    def __init__(self, updates: Var):
+        self.eqns, self._updates = list[Any](), updates
+        self.constants, self.selected = dict[Var, Any](), dict[Var, Var]()
+        self._select = jax.make_jaxpr(lax.select_n)(True, 0.0, 0.0).jaxpr.eqns[0]
+
+    def add(
+        self, jaxpr: Any, consts: Sequence[Any], values: dict[Var, Any], due: dict[Var, Var]
+    ) -> list[Any]:
+        """Adds a jaxpr's equations; `due` has old values by new ones. Returns the results."""
+        for v, const in zip(jaxpr.constvars, consts, strict=True):
+            values[v] = Var(v.aval)
+            self.constants[values[v]] = const
+
+        def read(variables: Sequence[Any]) -> list[Any]:
+            return [v if isinstance(v, Literal) else values[v] for v in variables]
+
+        for eqn in jaxpr.eqns:
+            ins = read(eqn.invars)
+            if eqn.primitive.name == JIT:
+                body, consts = body_of(eqn)
+                pairs = zip(body.outvars, eqn.outvars, strict=True)
+                wanted = {v: due[x] for v, x in pairs if x in due and isinstance(v, Var)}
+                given = dict(zip(body.invars, ins, strict=True))
+                values.update(zip(eqn.outvars, self.add(body, consts, given, wanted), strict=True))
+                continue
+            outs = [Var(v.aval) for v in eqn.outvars]
+            self.eqns.append(eqn.replace(invars=ins, outvars=outs))
+            for v, new in zip(eqn.outvars, outs, strict=True):
+                values[v] = self._chosen(new, due[v]) if v in due else new
+        return read(jaxpr.outvars)
+
+    def _chosen(self, new: Any, old: Any) -> Var:
+        """Adds a selection, unless later equations were traced for another shape or dtype."""
+        before, after = (v.aval for v in (old, new))
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            return new
+        chosen = Var(after.update(weak_type=before.weak_type and after.weak_type))
+        invars = [self._updates, old, new]
+        self.eqns.append(self._select.replace(invars=invars, outvars=[chosen]))
+        self.selected[chosen] = old
+        return chosen

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,6 +116,18 @@ def test_buckets_stay_apart_and_the_first_gradients_go_first():
     assert [sum(one) for one in found] == [8 + 320 + 40, 960, 24 + 384]
     (free,) = all_reduced(*step_of(8, bucket_size=0))  # as XLA on CPU will have it
     assert sorted(free) == [8, 24, 40, 320, 384, 960]
+
+
+def test_by_default_xla_merges_all_reduces_on_cpu(monkeypatch):
+    (arrays,) = all_reduced(*step_of(8))
+    assert sorted(arrays) == [8, 24, 40, 320, 384, 960]  # none is packed
+    group = step_of(8)[0].plan.group
+    assert buckets.default_reduce_bucket(group) == 0
+    monkeypatch.setattr(buckets, "uses_gloo", lambda: True)
+    assert buckets.default_reduce_bucket(group) == buckets.BUCKET_SIZE
+    monkeypatch.undo()
+    on_gpu = dataclasses.replace(group, platform="gpu")
+    assert buckets.default_reduce_bucket(on_gpu) == buckets.BUCKET_SIZE
 
 
 def test_sums_over_replicas_are_apart_too():
