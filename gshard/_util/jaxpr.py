@@ -171,6 +171,8 @@ def product_flops(eqn: Any) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         left = eqn.invars[0].aval.shape
         return 2 * eqn.outvars[0].aval.size * math.prod(left[d] for d in contracted)
+    if eqn.primitive.name == "custom_linear_solve":  # the others are for its derivative
+        return sum(map(product_flops, opened(eqn.params["jaxprs"].solve)[0].eqns))
     found = [sum(map(product_flops, inner.eqns)) for inner in inner_jaxprs(eqn)]
     if eqn.primitive.name == "cond":
         return max(found, default=0)

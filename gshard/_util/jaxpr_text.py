@@ -1,8 +1,8 @@
 """A traced program as lines of text that are the same in every process that traced the same.
 
 JAX's own text has addresses of functions and orders that depend on the process. Here what is not
-known to be a plain value counts by its type alone: rather a difference that is missed than an alarm
-about none.
+known to be a plain value counts by its type alone in `lines_of`: rather a difference that is missed
+than an alarm about none. `exact_text` compares such values, within one process.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -43,36 +44,42 @@ def lines_of(closed: Any) -> list[Line]:
     return list(program.printed(program.add(closed), "", set()))
 
 
-def exact_text(closed: Any) -> str:
-    """Returns a text that two closed jaxprs of this process share only if they compute the same.
+def exact_text(closed: Any, known: dict[Any, Any]) -> str:
+    """Returns a text that two closed jaxprs share only if they compute the same.
 
-    What is not plain counts by its hash, apart from the derivatives of custom functions.
+    What is not plain is compared by `==`, apart from the derivatives of custom functions. `known`
+    keeps such values, so it must be the same dictionary for texts that are compared.
     """
-    program = _Program(exact=True)
+    program = _Program(partial(_exactly, known))
     return "\n".join(line.text for line in program.printed(program.add(closed), "", set()))
 
 
-def _exactly(x: Any) -> str:
-    if isinstance(x, jax.Array) and (isinstance(x, core.Tracer) or not x.is_fully_addressable):
-        return f"{x.aval.str_short()} {id(x)}"
+def _exactly(known: dict[Any, Any], x: Any) -> str:
+    if isinstance(x, (jax.Array, np.ndarray)):
+        if isinstance(x, core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+            known[id(x)] = x  # kept, so that no other object gets its id
+            return f"array {id(x)}"
+        digest = hashlib.blake2b(_on_host(x).tobytes(), digest_size=16).hexdigest()
+        return f"{plain(x)} {digest}"
     text = plain(x)
     if text != type(x).__name__:
         return text
     try:
-        return f"{text} {hash(x)}"
-    except TypeError:
-        return f"{text} {id(x)}"
+        return f"{text} {known.setdefault(('equal', x), len(known))}"
+    except TypeError:  # it has no hash
+        known[id(x)] = x
+        return f"{text} at {id(x)}"
 
 
 class _Program:
     """A jaxpr and its inner ones, each described once although a program calls it often.
 
     They are known by a hash of their text. Whether equal jaxprs are one object depends on JAX's
-    caches, so identity only saves time.
+    caches, so identity only saves time. `text` describes values, by default `plain`.
     """
 
-    def __init__(self, exact: bool = False) -> None:
-        self._plain = _exactly if exact else plain
+    def __init__(self, text: Callable[[Any], str] | None = None) -> None:
+        self._plain = text or plain
         self._hashes: dict[int, tuple[Any, str]] = {}  # by identity, which the object keeps
         self._lines: dict[str, list[Line]] = {}  # an inner jaxpr is its hash between two \0
 
@@ -163,12 +170,15 @@ def plain(x: Any) -> str:
 
 def _array(x: Any) -> str:
     form = f"{x.dtype}{list(np.shape(x))}"
-    if isinstance(x, jax.Array):
-        if not x.is_fully_addressable:  # one array of all processes
-            return form
-        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
-    host = np.ascontiguousarray(x)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:  # one array of all processes
+        return form
+    host = _on_host(x)
     if np.ndim(x) == 0 and host.dtype.kind in "biufc":
         return f"{form} {host.item()}"
     return f"{form} checksum {zlib.crc32(host.tobytes()):08x}"
+
+
+def _on_host(x: Any) -> np.ndarray:
+    if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.ascontiguousarray(x)

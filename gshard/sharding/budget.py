@@ -25,7 +25,7 @@ from gshard.sharding.mesh import Group, Hop
 from gshard.sharding.nodes import Nodes, nodes_of
 from gshard.sharding.plan import Plan, UpdateProducts
 
-UNSHARED_SHARE = 0.05  # of an optimizer's FLOP, from which a matrix is named
+_UNSHARED_SHARE = 0.05  # of an optimizer's FLOP, from which a matrix is named
 
 
 @dataclass(frozen=True)
@@ -146,16 +146,16 @@ def products_table(products: UpdateProducts | None, found: int | None = None) ->
     """Returns a table of matrix products; `found` is the FLOP of the whole program."""
     if products is None:
         return []
-    title = "Matrix products of the optimizer, per device and update"
+    title = "Matrix products of the optimizer (no decompositions), per device and update"
     table = text_table(title, ("amount",), ("number",))
     table.add_row("FLOP", f"{products.flops:,}")
     if found is not None:
         table.add_row("FLOP of the whole program", f"{found:,}")
     table.add_row("FLOP without sharding", f"{products.one_device:,}")
-    table.add_row("elements sent by all-to-all", f"{products.sent:,}")
+    table.add_row("elements sent by all-to-all, in addition", f"{products.sent:,}")
     for name, flops in products.unshared:
-        if flops > UNSHARED_SHARE * products.one_device:
-            table.add_row(f"FLOP for {name}, which has no equal: on every device", f"{flops:,}")
+        if flops >= _UNSHARED_SHARE * products.one_device:
+            table.add_row(f"FLOP that every device repeats: {name}", f"{flops:,}")
     return [table]
 
 

@@ -34,14 +34,15 @@ from gshard.train_state.components import ShardedOptState
 class UpdateProducts:
     """The matrix products of an optimizer in one update, as for Muon or Shampoo.
 
-    Equal matrices are shared among the devices: each goes to one device, which computes for it.
+    Sharded matrices that are equal are shared among the devices: each is computed by one of them.
+    Decompositions (`eigh`, `qr`, ...) are not counted.
 
     Attributes:
       flops: FLOP of one device, two for each multiply-add.
       one_device: FLOP without sharding.
       sent: elements that all-to-alls send to the devices that compute and back, per device, and
         once for each mesh axis.
-      unshared: what every device computes as no other matrix is equal: parameters, and FLOP.
+      unshared: pairs of parameters and FLOP, of what every device computes.
     """
 
     flops: int
@@ -148,11 +149,11 @@ class Plan:
     def update_products(self) -> UpdateProducts | None:
         """The matrix products of an update; None for an optimizer without any.
 
-        Also None for one that needs arguments which a train step does not give.
+        Also None for an optimizer that needs arguments which a train step does not give.
         """
         try:
             return self.optimizer.products()
-        except GShardError:
+        except (GShardError, TypeError, ValueError, AttributeError, LookupError):
             return None
 
     def sharding(self, layout: Layout | None = None) -> NamedSharding:

@@ -12,7 +12,7 @@ from gshard.train.optim.traced_update import TracedEquation
 
 @dataclass
 class Chain:
-    """TracedEquations between gathered operands and the results that are read elsewhere.
+    """The equations between gathered operands and the results that are read elsewhere.
 
     Attributes:
       steps: the equations.
@@ -139,5 +139,6 @@ def in_waves(
         if not wave:
             return waves
         waves.append(wave)
-        pending = [x for x in pending if not any(x is y for y in wave)]
+        ready_now = set(map(id, wave))
+        pending = [x for x in pending if id(x) not in ready_now]
         known.update(i for chain in wave for step in chain.steps for i in step.outs)

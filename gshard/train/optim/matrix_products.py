@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from gshard._util.errors import some
 from gshard._util.jaxpr import (
     all_equations,
     bind_inlined,
@@ -87,6 +88,7 @@ class GatheredUpdate:
         for step in self._steps:
             if step.replicated or step.branches or step.has_product:
                 step.ins = [copies.get(i, i) for i in step.ins]
+        self._chains: list[Chain] = []
         self.owned: list[OwnedGroup] = self._find_owned() if self._plan.group.size > 1 else []
 
     def _find_owned(self) -> list[OwnedGroup]:
@@ -96,6 +98,7 @@ class GatheredUpdate:
         known = {*traced.inputs, *traced.consts, *literals}
         needed = {i for step in steps if step.branches for i in step.ins}
         needed.update(*(chain.given for chain in chains))
+        self._chains, wanted = chains, self._wanted_dims()
 
         def program(chain: Chain) -> Callable[..., list[Any]]:
             def run(*arrays: Any) -> list[Any]:
@@ -111,14 +114,18 @@ class GatheredUpdate:
             program,
             traced.avals,
             lambda i: self._layout(i, self._dims[i]),
-            lambda i: self._layout(i, None if i in needed else self._dim_of_result(i)),
+            lambda i: self._layout(i, None if i in needed else wanted.get(i)),
         )
 
-    def _dim_of_result(self, i: int) -> Dim:
-        """The sharded dimension in which a result is wanted: at the end, else by who reads it."""
-        readers = (x for x in self._steps if i in x.ins and len(x.outs) == 1 and not x.replicated)
-        wanted = (back(x.eqn, self._dims[x.outs[0]])[x.ins.index(i)] for x in readers)
-        return self._ends.get(i, join(*wanted))
+    def _wanted_dims(self) -> dict[int, Dim]:
+        """The sharded dimensions in which values are wanted: at the end, else by who reads them."""
+        found: dict[int, Dim] = {}
+        for step in self._steps:
+            if len(step.outs) == 1 and not step.replicated:
+                before = back(step.eqn, self._dims[step.outs[0]])
+                for i, dim in zip(step.ins, before, strict=True):
+                    found[i] = join(found.get(i), dim)
+        return found | self._ends
 
     def _find_wanted(self, known: set[int]) -> set[int]:
         """Follows the sharded dimensions, given the gathered values; returns what else to gather.
@@ -198,7 +205,6 @@ class GatheredUpdate:
         """Counts the matrix products; `paths` name the inputs."""
         found = [UpdateProducts(x.flops, 0, x.sent) for x in self.owned]
         shared = {id(x) for group in self.owned for chain in group.chains for x in chain.steps}
-        chains = chains_of(self._steps, self.sources, set(self._traced.literals), self._outputs)
         for step in self._steps:
             if step.branches:
                 branches = (x.products() for x in step.branches if isinstance(x, GatheredUpdate))
@@ -206,21 +212,19 @@ class GatheredUpdate:
             elif step.has_product:
                 count = product_flops(step.eqn)
                 sharded = any(dim is not None for dim in self._dims_of(step))
-                own = (
-                    0 if id(step) in shared else count // (self._plan.group.size if sharded else 1)
-                )
-                found.append(UpdateProducts(own, count))
-        alone = [x for x in chains if id(x.steps[0]) not in shared]
-        alone = [(self._name(x, paths), sum(product_flops(s.eqn) for s in x.steps)) for x in alone]
+                own = count // (self._plan.group.size if sharded else 1)
+                found.append(UpdateProducts(0 if id(step) in shared else own, count))
+        alone = [x for x in self._chains if id(x.steps[0]) not in shared]
+        named = [(self._name(x, paths), sum(product_flops(s.eqn) for s in x.steps)) for x in alone]
         return UpdateProducts(
             sum(x.flops for x in found),
             sum(x.one_device for x in found),
             sum(x.sent for x in found),
-            tuple(alone),
+            (*named, *(pair for x in found for pair in x.unshared)),
         )
 
     def _name(self, chain: Chain, paths: Sequence[str]) -> str:
-        """Names a chain after the shortest path of an input that it is computed from."""
+        """Names a chain after the inputs that it is computed from: parameters, or else shapes."""
         made, seen = {i: step for step in self._steps for i in step.outs}, set(chain.sources)
         rest = list(seen)
         while rest:
@@ -229,8 +233,10 @@ class GatheredUpdate:
             seen.update(rest)
         shapes = [self._traced.avals[i].shape for i in chain.sources]
         named = zip(self._traced.inputs, paths, strict=False)
-        found = [x for i, x in named if i in seen and self._traced.avals[i].shape in shapes]
-        return min(found, key=len, default=str(shapes[0]))
+        found = {x for i, x in named if i in seen and self._traced.avals[i].shape in shapes and x}
+        # Of a gradient and a moment with its path at the end, the gradient.
+        found = [x for x in found if not any(x.endswith(f"/{other}") for other in found)]
+        return some(sorted(found)) if found else f"a matrix of shape {shapes[0]}"
 
     def __call__(self, args: Sequence[Any]) -> list[Any]:
         """Runs the update on arguments in the global view."""

@@ -3,7 +3,7 @@
 A *chain* is what connects gathered operands of an update with the results that are read elsewhere:
 for Muon the Newton-Schulz iteration of one matrix. On gathered operands every device would compute
 all chains. Chains that are the same program on the same shapes form a group here: their operands go
-to owners by an all-to-all, each owner computes its own ones, and the results come back as shards.
+to owners by an all-to-all, each owner computes its own, and the results come back as shards.
 A chain that treats the layers of a stack alike counts as one for each layer.
 
 Source: the idea of one owner per matrix is that of distributed Muon (Liu et al., 2025, "Muon is
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard._util.errors import GShardError
-from gshard._util.jaxpr import evaluate, product_flops
+from gshard._util.jaxpr import all_equations, evaluate, product_flops
 from gshard._util.jaxpr_text import exact_text
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
@@ -32,7 +32,16 @@ from gshard.train.comm.owners import from_items, from_owners, in_items, own_item
 from gshard.train.global_loss.decide import placements_of
 from gshard.train.global_loss.evaluator import GlobalEvaluator
 from gshard.train.global_loss.placement import REPLICATED, sharded
+from gshard.train.global_loss.shape_rules import ENTRY_BY_ENTRY
 from gshard.train.optim.chains import Chain
+
+_BATCHED = frozenset(ENTRY_BY_ENTRY) - {"threefry2x32"} | frozenset(
+    """argmax argmin broadcast_in_dim cholesky closed_call concatenate cumsum custom_jvp_call
+    custom_linear_solve custom_vjp_call dot_general dynamic_slice eigh expand_dims
+    householder_product iota jit lu optimization_barrier pad qr reduce_and reduce_max reduce_min
+    reduce_or reduce_prod reduce_sum reshape rev scan slice split squeeze svd transpose
+    triangular_solve""".split()
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,15 @@ class Item:
     dims: tuple[int, ...]
     counts: tuple[int, ...]
     result_dims: tuple[tuple[int, ...], ...]
+
+    @property
+    def batches(self) -> bool:
+        """Whether several items can be computed at once with the results of each by itself.
+
+        Not so branches and loops that depend on values, random bits and calls of other libraries.
+        """
+        names = {eqn.primitive.name for eqn in all_equations(self.closed.jaxpr)}
+        return all(name in _BATCHED and not name.startswith("random_") for name in names)
 
 
 def item_of(
@@ -106,8 +124,8 @@ def _of_one_index(
     numbers = [jax.ShapeDtypeStruct((), jnp.int32)] * (indices + 1)
     try:
         return jax.make_jaxpr(of_entry)(*numbers, *ones, *given), ones, placed
-    except GShardError:
-        return None
+    except (GShardError, AssertionError, TypeError, ValueError):
+        return None  # it stays one item
 
 
 @dataclass
@@ -117,8 +135,8 @@ class OwnedGroup:
     Attributes:
       chains: the chains.
       item: the program of one item.
-      layouts: of the operands and of the results, the same for every chain. A result without a
-        sharded dimension is all-gathered.
+      operands: the layouts of what each chain reads.
+      results: the layouts of its results; one without a sharded dimension is all-gathered.
       replicas: how many replicas share the items.
     """
 
@@ -162,7 +180,11 @@ class OwnedGroup:
     ) -> dict[int, jax.Array]:
         """Returns the results by value, from values in the global view, once `after` is known."""
         sources = [[values[i] for i in chain.sources] for chain in self.chains]
-        given = [[values[i] for i in chain.given] for chain in self.chains]
+        columns = zip(*(chain.given for chain in self.chains), strict=True)
+        given = [
+            [values[i] for i in (column if len(set(column)) > 1 else column[:1])]
+            for column in columns
+        ]  # of all chains, or one value that they share
         sources = [plan.pin(x, self.operands) for x in sources]
         if after is not None:
             sources, _ = jax.lax.optimization_barrier((sources, after))
@@ -173,7 +195,7 @@ class OwnedGroup:
             out_specs=[[x.spec for x in self.results]] * len(sources),
             check_vma=False,
         )(sources, given)
-        # Else XLA takes a shard of a full result where it is read, and keeps the result until then.
+        # Otherwise XLA slices a full result where it is read, and keeps it in memory until then.
         found = jax.lax.optimization_barrier(found)
         return {
             i: layout.unpad(x)
@@ -196,20 +218,21 @@ class OwnedGroup:
             full.append(jax.lax.slice_in_dim(own, 0, size, axis=layout.dim + 1))
         numbers = np.indices((len(self.chains), *item.counts)).reshape(1 + len(item.counts), -1).T
         own = own_items(self._filled(jnp.asarray(numbers, jnp.int32)), group, self.replicas)
-        shared = [all(x is xs[0] for x in xs) for xs in zip(*given, strict=True)]
-        stacks = [
-            xs[0] if alike else jnp.stack(xs)
-            for xs, alike in zip(zip(*given, strict=True), shared, strict=True)
-        ]
+        stacks = [xs[0] if len(xs) == 1 else jnp.stack(xs) for xs in given]
 
         def compute(given_of: Any) -> list[Any]:
             number, arrays = given_of
-            rest = [x if alike else x[number[0]] for x, alike in zip(stacks, shared, strict=True)]
+            pairs = zip(stacks, given, strict=True)
+            rest = [x if len(xs) == 1 else x[number[0]] for x, xs in pairs]
             args = [*(number[1 + i] for i in range(len(item.counts))), *arrays, *rest]
             return evaluate(item.closed.jaxpr, item.closed.consts, args)
 
         batch = max(1, BUCKET_SIZE // max(math.prod(x.shape[1:]) for x in full))
-        if len(own) <= batch:
+        if len(own) == 1:
+            found = [x[None] for x in compute(jax.tree.map(lambda x: x[0], (own, full)))]
+        elif not item.batches:
+            found = jax.lax.map(compute, (own, full))
+        elif len(own) <= batch:
             found = jax.vmap(compute)((own, full))
         else:
             found = jax.lax.map(compute, (own, full), batch_size=batch)
@@ -246,7 +269,7 @@ def groups_of(
 
     `layout` and `result` give the layouts of what a chain reads, and of its results.
     """
-    found = []
+    found, known = [], dict[Any, Any]()
     for wave in waves:
         equal: dict[Any, OwnedGroup] = {}
         for chain in wave:
@@ -265,7 +288,7 @@ def groups_of(
                 x.replicated() if x.dim in dims else x
                 for x, dims in zip(map(result, chain.results), item.result_dims, strict=True)
             ]
-            key = exact_text(item.closed), item.dims, item.counts, *operands, *results
+            key = exact_text(item.closed, known), item.dims, item.counts, *operands, *results
             equal.setdefault(key, OwnedGroup([], item, operands, results, 1)).chains.append(chain)
         for group in equal.values():
             if group.items > 1:

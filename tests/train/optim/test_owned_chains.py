@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from optax import contrib
 
 import gshard
+from gshard._util.jaxpr import all_equations
 from tests.train.optim.test_matrix_products import arrays, assert_close, by_hand, inverse_root
 
 AG, A2A = "all-gather", "all-to-all"
@@ -152,7 +154,7 @@ EQUAL = {f"w{i}": (12, 20) for i in range(11)}
 
 
 @pytest.mark.parametrize("mesh, own", [("8", 2), ("3", 4), ("replicas", 2)])
-def test_every_device_computes_its_own_matrices_alone(mesh, own):
+def test_every_device_computes_only_its_own_matrices(mesh, own):
     _, _, audit, plan = updated(on_all(by_hand), MESHES[mesh](), "os_g", EQUAL, 0)
     products = plan.update_products
     assert products.flops * 11 == products.one_device * own
@@ -187,12 +189,17 @@ def test_layers_that_are_mixed_stay_one_matrix():
     assert audit.flops == plan.update_products.flops == plan.update_products.one_device // 2
 
 
+@dataclass(frozen=True)
+class Scale:
+    by: float  # hash(-1.0) is hash(-2.0)
+
+    def __call__(self, x):
+        return np.float32(self.by) * x
+
+
 @pytest.mark.parametrize("differs", ["shape", "coefficient", "function", "constant"])
 def test_matrices_of_other_programs_are_not_shared(differs):
-    functions = [
-        lambda x: np.tanh(x).astype(np.float32),
-        lambda x: np.sin(x).astype(np.float32),
-    ]
+    functions = [Scale(-1.0), Scale(-2.0)]
     factors = [jnp.asarray(x) for x in np.random.default_rng(0).normal(size=(2, 12, 12))]
 
     def update(grads, _):
@@ -219,7 +226,7 @@ def test_matrices_of_other_programs_are_not_shared(differs):
     )
 
 
-def test_what_every_matrix_has_of_its_own_goes_with_it():
+def test_scalars_of_each_matrix_are_used_for_that_matrix():
     """Scalars of the state that differ by matrix, inside the chain."""
 
     def init(params):
@@ -235,6 +242,59 @@ def test_what_every_matrix_has_of_its_own_goes_with_it():
     found, right, audit, _ = updated(tx, MESHES["3"](), "p_g_os", shapes)
     assert_close(found, right)
     assert sent(audit, A2A) > 0 == sent(audit, AG)
+
+
+@pytest.mark.parametrize("own_counts", [False, True])
+def test_a_branch_that_no_matrix_takes_is_not_computed(own_counts):
+    """As a root that is computed every few steps; the branch is in the chain of its matrix."""
+
+    def init(params):
+        return {k: jnp.int32(i if own_counts else 0) for i, k in enumerate(params)}
+
+    def update(grads, state, params=None):
+        del params
+        first = next(iter(state))
+
+        def root(k):
+            a = grads[k] @ grads[k].T
+            often = state[k if own_counts else first] % 4 == 0
+            return jax.lax.cond(often, lambda a: a @ a @ a @ a, lambda a: a, a) @ grads[k]
+
+        return {k: root(k) for k in grads}, {k: n + 1 for k, n in state.items()}
+
+    tx = optax.GradientTransformation(init, update)
+    shapes = {f"w{i}": (12, 16) for i in range(6)}
+    found, right, _, plan = updated(tx, MESHES["3"](), "os_g", shapes, 5)
+    assert_close(found, right)
+    state, plan = gshard.shard_train_state(
+        (arrays(0, shapes), tx), MESHES["3"](), "os_g", min_shard_size=16
+    )
+    grads = jax.tree.map(plan.abstract, plan.grads)
+    jaxpr = jax.make_jaxpr(state.tx.update)(grads, state.opt_state, state.params).jaxpr
+    assert any(eqn.primitive.name == "cond" for eqn in all_equations(jaxpr))
+
+
+def test_every_matrix_draws_from_its_own_key():
+    """JAX draws for several keys of this generator from the first one alone."""
+
+    def init(params):
+        keys = jax.random.split(jax.random.key(0, impl="rbg"), len(params))
+        return {k: jax.random.key_data(key) for k, key in zip(params, keys, strict=True)}
+
+    def update(grads, state, params=None):
+        del params
+
+        def noisy(x, data):
+            key = jax.random.wrap_key_data(data, impl="rbg")
+            y = x @ x.T
+            return (y + jax.random.normal(key, y.shape)) @ x
+
+        return {k: noisy(x, state[k]) for k, x in grads.items()}, state
+
+    tx = optax.GradientTransformation(init, update)
+    shapes = {f"w{i}": (12, 16) for i in range(6)}
+    found, right, _, _ = updated(tx, MESHES["3"](), "os_g", shapes, 1)
+    assert_close(found, right)
 
 
 def test_large_groups_are_computed_in_rounds(monkeypatch):
@@ -254,8 +314,8 @@ def test_large_groups_are_computed_in_rounds(monkeypatch):
 def test_a_budget_names_what_every_device_computes():
     _, _, _, plan = updated(muon(), MESHES["8"](), "p_g_os", steps=0)
     text = str(gshard.budget(plan, products=plan.update_products))
-    assert "FLOP for alone, which has no equal: on every device" in text
-    assert "FLOP for q0" not in text
+    assert "FLOP that every device repeats: alone " in text
+    assert "q0" not in text
     ((name, flops),) = plan.update_products.unshared
     assert (name, flops) == ("alone", 5 * (4 * 24**2 * 50 + 2 * 24**3))
 
