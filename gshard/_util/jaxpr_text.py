@@ -173,7 +173,7 @@ def _array(x: Any) -> str:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:  # one array of all processes
         return form
     host = _on_host(x)
-    if np.ndim(x) == 0 and host.dtype.kind in "biufc":
+    if np.ndim(x) == 0 and host.size == 1 and host.dtype.kind in "biufc":  # a key has several
         return f"{form} {host.item()}"
     return f"{form} checksum {zlib.crc32(host.tobytes()):08x}"
 
