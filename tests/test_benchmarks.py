@@ -54,6 +54,15 @@ def torch_python():
 
 
 @pytest.mark.slow
+def test_the_first_step_is_compared_by_stage():
+    models = ("--models", "gpt-scan", "--layers", "2", "--levels", "os", "--rounds", "2")
+    code, said = run("benchmarks.first_step", *models)
+    assert code == 0, said
+    for stage in ("trace", "lower", "compile", "all"):
+        assert said.count(f"{stage} ") == 1
+
+
+@pytest.mark.slow
 def test_the_cost_of_metrics_is_measured():
     code, said = run("benchmarks.metrics", "--rounds", "3", "--devices", "2")
     assert code == 0, said
