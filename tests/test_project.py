@@ -91,7 +91,7 @@ RULES = {
     ),
     "train/comm alone calls a collective": (
         boundaries.collective_calls,
-        {"collectives.py", "examples.py", "quantized.py"},
+        {"collectives.py", "examples.py", "owners.py", "quantized.py"},
         [
             "from jax import lax\nlax.psum(x, 'd')",
             "jax.lax.all_gather",
