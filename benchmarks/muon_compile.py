@@ -60,13 +60,13 @@ def run(request: dict[str, Any], say: Say) -> dict[str, Any]:
     say("compiling")
     start = time.perf_counter()
     compiled = step.lower(state, abstract_batch(sizes, mesh, plan.batch_spec)).compile()
-    text = compiled.as_text()
+    program = read_program(compiled.as_text())
     products = plan.update_products
     return {
         "compile_seconds": round(time.perf_counter() - start, 1),
-        **wire_traffic(text, nodes_of(mesh, target.devices_per_node)),
+        **wire_traffic(program, nodes_of(mesh, target.devices_per_node)),
         "peak": getattr(compiled.memory_analysis(), "peak_memory_in_bytes", None),
-        "flops": read_program(text).flops,
+        "flops": program.flops,
         "update_flops": products and products.flops,
         "update_flops_one_device": products and products.one_device,
         "versions": versions(),

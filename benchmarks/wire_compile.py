@@ -25,6 +25,7 @@ from benchmarks.llama import Sizes, abstract_params, loss_of
 from gshard._util.version import versions
 from gshard.analysis.aot.child import Say, answer_request, wire_traffic
 from gshard.analysis.aot.target import Target, parse_target
+from gshard.analysis.hlo import read_program
 from gshard.sharding import nodes, topology
 from gshard.sharding.nodes import nodes_of
 
@@ -152,7 +153,7 @@ def run(request: dict[str, Any], say: Say) -> dict[str, Any]:
         "program": program,
         "compile_seconds": round(seconds, 1),
         "mesh": dict(mesh.shape),
-        **wire_traffic(text, nodes_of(mesh, target.devices_per_node)),
+        **wire_traffic(read_program(text), nodes_of(mesh, target.devices_per_node)),
         "memory_bytes": {use: getattr(memory, f"{use}_in_bytes", None) for use in _USES},
         "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
         **budgeted(sharded_state(params, mesh, level)[1]),

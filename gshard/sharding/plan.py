@@ -205,28 +205,16 @@ class Plan:
 
     def pin(self, tree: Any, layouts: Any) -> Any:
         """Pads logical arrays inside a jitted program and constrains them to their layouts."""
-
-        def constrain(x: Any, layout: Layout) -> Any:
-            sharding = self.sharding(layout.in_memory(DEVICE))
-            return jax.lax.with_sharding_constraint(layout.pad(x), sharding)
-
-        return map_leaves(constrain, tree, layouts)
-
-    def decode(self, inner: Any) -> Any:
-        """Returns a stored optimizer state with its quantized arrays decoded, in storage shape."""
-        return decoded(inner)
+        return map_leaves(lambda x, p: self._constrained(p.pad(x), p), tree, layouts)
 
     def encode(self, inner: Any) -> Any:
-        """Undoes `decode` inside a jitted program, and constrains codes and scales."""
+        """Encodes an optimizer state in storage shapes, and constrains codes and scales."""
         new = encoded(inner, self.opt_state)
-        if new is inner:
-            return inner
+        return inner if new is inner else map_leaves(self._constrained, new, self.opt_state)
 
-        def constrain(x: Any, layout: Layout) -> Any:
-            sharding = self.sharding(layout.in_memory(DEVICE))
-            return jax.lax.with_sharding_constraint(x, sharding)
-
-        return map_leaves(constrain, new, self.opt_state)
+    def _constrained(self, x: jax.Array, layout: Layout) -> jax.Array:
+        sharding = self.sharding(layout.in_memory(DEVICE))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     def abstract_components(self) -> Components:
         """Returns every array of the state as stored, abstract, with its sharding."""

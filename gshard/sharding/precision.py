@@ -7,7 +7,7 @@ Source: mixed precision training (Micikevicius et al., 2018), section 3.1; ZeRO 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,8 +95,7 @@ class Precision:
 
     def compute(self, path: str) -> Any:
         """Returns the compute dtype of the parameter at `path`."""
-        found = (dtype for text, dtype in self.exceptions.items() if re.search(text, path))
-        return next(found, self.compute_dtype)
+        return first_match(self.exceptions, (path,), self.compute_dtype)
 
     def output(self, tree: Any) -> Any:
         """Casts the floating arrays of a tree to the output dtype."""
@@ -112,6 +111,12 @@ def as_precision(precision: Any) -> Precision | None:
     if precision is None or isinstance(precision, Precision):
         return precision
     return Precision(compute_dtype=_floating(precision, "precision"))
+
+
+def first_match(patterns: Mapping[str, Any], paths: Sequence[str], default: Any) -> Any:
+    """Returns what the first pattern that is found in one of the paths stands for."""
+    found = (x for text, x in patterns.items() if any(re.search(text, path) for path in paths))
+    return next(found, default)
 
 
 def is_floating(dtype: Any) -> bool:

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gshard._util.arrays import padded
+
 BLOCK = 256  # entries with a common scale, at most
 _SIGNED, _UNSIGNED = 127.0, 255.0  # the largest codes
 # Relative to the largest entry: negative entries that are smaller are as good as zero. A little
@@ -92,10 +94,10 @@ class QuantizedArray:
     def _in_blocks(self, x: Any, xp: Any) -> Any:
         """Returns `x` with `axis` as three dimensions: shards, blocks, and entries of a block."""
         length, count, block = block_sizes(x.shape[self.axis], self.shards)
-        x = _padded(x, self.axis, self.shards * length, xp)
+        x = padded(x, self.axis, self.shards * length, xp)
         if count * block > length:
             x = self._reshaped(x, (self.shards, length))
-            x = _padded(x, self.axis + 1, count * block, xp)
+            x = padded(x, self.axis + 1, count * block, xp)
             return x.reshape(*self.shape[: self.axis], self.shards, count, block, *self._after)
         return self._reshaped(x, (self.shards, count, block))
 
@@ -148,12 +150,6 @@ def encoded(tree: Any, like: Any) -> Any:
         QuantizedArray.encode(x, q.axis, q.shards, q.dtype) if is_quantized(q) else x
         for x, q in zip(jax.tree.leaves(tree), places, strict=True)
     )
-
-
-def _padded(x: Any, axis: int, size: int, xp: Any) -> Any:
-    if x.shape[axis] == size:
-        return x
-    return xp.pad(x, [(0, size - n if d == axis else 0) for d, n in enumerate(x.shape)])
 
 
 def _cut(x: Any, axis: int, size: int) -> Any:

@@ -16,7 +16,7 @@ from gshard._util.errors import some, warn
 from gshard._util.jaxpr_dataflow import inputs_used
 from gshard._util.pytree import belongs_to, flatten
 from gshard.sharding.layout import Layout
-from gshard.sharding.precision import Precision, is_floating
+from gshard.sharding.precision import Precision, first_match, is_floating
 from gshard.sharding.quantized_array import (
     QuantizedArray,
     block_sizes,
@@ -68,10 +68,8 @@ def in_state_dtype(
 
 def _wanted(precision: Precision, path: str, param: str) -> bool | None:
     """Whether the user's patterns want an array in 8 bits; None if they do not say."""
-    for text, dtype in precision.state_exceptions.items():
-        if re.search(text, param) or re.search(text, path):
-            return dtype is not None
-    return None
+    wanted = {text: dtype is not None for text, dtype in precision.state_exceptions.items()}
+    return first_match(wanted, (param, path), None)
 
 
 def quantized_layout(layout: Layout, axis: int, shards: int) -> Any:

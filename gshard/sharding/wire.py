@@ -8,7 +8,6 @@ other small arrays are sent as they are: they are few bytes, and their rounding 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from gshard.sharding.layout import Layout
 from gshard.sharding.level import Level
 from gshard.sharding.mesh import Group
 from gshard.sharding.nodes import Nodes
-from gshard.sharding.precision import Precision, is_floating
+from gshard.sharding.precision import Precision, first_match, is_floating
 from gshard.sharding.quantized import Quantized, wire_dtype
 
 SMALLEST = 4096  # elements of one layer of a quantized array
@@ -46,8 +45,7 @@ class Wire:
 
     def dtype(self, path: str, default: str | None) -> str | None:
         """Returns the dtype to send an array in; None: as it is."""
-        found = (dtype for text, dtype in self.exceptions.items() if re.search(text, path))
-        return None if default is None else next(found, default)
+        return None if default is None else first_match(self.exceptions, (path,), default)
 
 
 def as_wire(precision: Precision | None, wire: Any) -> Wire | None:

@@ -38,7 +38,7 @@ from gshard._util.version import versions
 from gshard.analysis.aot.target import Target, parse_target
 from gshard.analysis.audit import collective_rows, compiled_memory
 from gshard.analysis.audit_report import sum_known
-from gshard.analysis.hlo import Collective, read_program
+from gshard.analysis.hlo import Collective, CompiledProgram, read_program
 from gshard.analysis.hlo.parser import read_module
 from gshard.analysis.setup import Choices, batch_of, load_setup, sharded_setup, step_of
 from gshard.sharding.mesh import make_mesh
@@ -164,14 +164,14 @@ def _is_indirect(what: str) -> bool:
     return what.endswith("/while") or not ("/" in what or "[" in what)
 
 
-def wire_traffic(text: str | None, nodes: Nodes) -> dict[str, dict[str, int | None]]:
+def wire_traffic(program: CompiledProgram | None, nodes: Nodes) -> dict[str, dict[str, int | None]]:
     """Bytes that one device sends in one step by the ring algorithms, by kind of collective.
 
     `asynchronous_bytes` are those that overlap with computation, `network_bytes` those that go to
     other nodes. None for a kind with a collective in a loop of unknown length. No kinds without a
     program.
     """
-    every = read_program(text).collectives if text else ()
+    every = program.collectives if program else ()
     found = [x for x in every if x.group_size > 1]
     amounts: dict[str, Callable[[Collective], int | None]] = {
         "wire_bytes": lambda x: x.wire_bytes,
@@ -227,7 +227,7 @@ def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
         "compile_seconds": round(compiling, 1),
         "collectives": list(map(dataclasses.asdict, rows)),
         "flops": program and program.flops,
-        **wire_traffic(text, nodes),
+        **wire_traffic(program, nodes),
         **_memory(target, compiled, buffers, said),
     }
     if known is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from gshard.analysis.hlo.parser import (
     Array,
@@ -165,13 +166,13 @@ def read_program(text: str) -> CompiledProgram:
         _Collectives(module, devices).make,
         lambda x: x.wire_bytes,
     )
-    products = _Walk(module, is_product, _product, lambda x: x.flops)
-    flops = [x.flops for x in products.walk(entry, _Context())]
+    products = _Walk(module, is_product, _product, lambda flops: flops)
+    flops = sum(products.walk(entry, _Context()))
     return CompiledProgram(
         devices=devices,
         aliases=len(re.findall(r"\{[\d,\s]*\}: \(\d+, \{[\d,\s]*\}, \w+-alias\)", module.header)),
         collectives=tuple(collectives.walk(entry, _Context())),
-        flops=None if None in flops else sum(flops),
+        flops=None if flops == math.inf else int(flops),
     )
 
 
@@ -183,10 +184,6 @@ class _Context:
     asynchronous: bool = False
     conditional: bool = False
     op_name: str = ""
-
-
-class _Flops(NamedTuple):
-    flops: int | None
 
 
 class _Walk:
@@ -304,8 +301,10 @@ class _Collectives:
         return next((root.op_name for root in roots), "")
 
 
-def _product(instruction: Instruction, computation: Computation, context: _Context) -> _Flops:
-    return _Flops(context.times and context.times * product_flops(instruction, computation))
+def _product(instruction: Instruction, computation: Computation, context: _Context) -> float:
+    """The FLOP of a product; infinite in a loop of unknown length."""
+    flops = product_flops(instruction, computation)
+    return flops and (math.inf if context.times is None else context.times * flops)
 
 
 def _kind(instruction: Instruction) -> str:

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gshard._util.arrays import padded
 from gshard.sharding.layout import Layout
 from gshard.sharding.quantized import LARGEST, Quantized
 from gshard.train.comm.buckets import split_packed
@@ -52,7 +53,7 @@ def quantize(x: jax.Array, how: Quantized, seed: jax.Array | None = None) -> jax
     if how.dtype == "int4":
         half = how.code_bytes(size)
         low = lax.slice_in_dim(codes, 0, half, axis=dim)
-        high = _padded(lax.slice_in_dim(codes, half, size, axis=dim), dim, half)
+        high = padded(lax.slice_in_dim(codes, half, size, axis=dim), dim, half)
         codes = (low & 15) | (high << 4)
     bits = lax.bitcast_convert_type(scales, jnp.uint16)
     return lax.concatenate([codes, *((bits >> n).astype(jnp.uint8) for n in (0, 8))], dim)
@@ -79,7 +80,7 @@ def _scales(wide: jax.Array, how: Quantized) -> jax.Array:
     """Returns the scale of every block, bfloat16."""
     dim, shape = how.dim + wide.ndim, wide.shape
     count, length = how.blocks(shape[dim])
-    blocks = _padded(jnp.abs(wide), dim, count * length)
+    blocks = padded(jnp.abs(wide), dim, count * length)
     blocks = blocks.reshape(*shape[:dim], count, length, *shape[dim + 1 :])
     # At least a last place of bfloat16 (2^-8) above, so that rounding does not make it smaller.
     return (blocks.max(dim + 1) * ((1 + 2**-8) / LARGEST[how.dtype])).astype(jnp.bfloat16)
@@ -93,12 +94,6 @@ def _each(scales: jax.Array, how: Quantized, size: int) -> jax.Array:
     each = lax.broadcast_in_dim(scales.astype(jnp.float32), shape, kept)
     each = each.reshape(*shape[:dim], count * length, *shape[dim + 2 :])
     return lax.slice_in_dim(each, 0, size, axis=dim)
-
-
-def _padded(x: jax.Array, dim: int, size: int) -> jax.Array:
-    if x.shape[dim] == size:
-        return x
-    return jnp.pad(x, [(0, size - n if d == dim else 0) for d, n in enumerate(x.shape)])
 
 
 def _uniform(shape: Sequence[int], seed: jax.Array | None) -> jax.Array:

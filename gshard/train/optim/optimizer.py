@@ -20,6 +20,7 @@ from gshard._util.errors import GShardError, some
 from gshard._util.pytree import differences, flatten, map_leaves, same_leaves
 from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.plan import Plan, ShardedTransformation, UpdateProducts
+from gshard.sharding.quantized_array import decoded
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import all_gather_updated, slice_shards
 from gshard.train.gradients import refuse_local_gradients
@@ -194,7 +195,7 @@ def _update_shards(
     of_state = plan.decoded_opt_state
     results = [*reduced, *jax.tree.leaves(of_state)]
     with jax.named_scope("gshard/optimizer"):  # collectives that XLA inserts get this name too
-        inner = cut_padding(plan.decode(state.inner), of_state)
+        inner = cut_padding(decoded(state.inner), of_state)
         inner = cut_padding(plan.pin(inner, of_state), of_state)
         # As arguments, since an equation that reads a constant of the step has the step's mesh in
         # its type, and no matrix product in a `shard_map` takes its result.

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gshard._util.arrays import padded
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import all_equations, evaluate, product_flops
 from gshard._util.jaxpr_text import exact_text
@@ -250,9 +251,8 @@ class OwnedGroup:
     def _sent_back(self, own: jax.Array, layout: Layout, dims: tuple[int, ...]) -> list[jax.Array]:
         """Returns one result of every chain, as this device stores it."""
         dim = layout.dim
-        if dim is not None and layout.padding:
-            widths = [(0, layout.padding if d == dim + 1 else 0) for d in range(own.ndim)]
-            own = jnp.pad(own, widths)
+        if dim is not None:
+            own = padded(own, dim + 1, layout.stored_shape[dim])
         x = from_owners(own, None if dim is None else dim + 1, layout.group, self.replicas)
         x = x[: self.items].reshape(len(self.chains), -1, *x.shape[1:])
         return [from_items(items, dims, self.item.counts) for items in x]

@@ -98,15 +98,15 @@ MATRICES_ONLY = ("by hand", "two-sided", "every other", "jitted", "partition")
 QUICK = {("muon", "os"), ("two-sided", "os_g")}
 
 
-def updated(tx, level, steps=2, params=None, **options):
-    """New parameters after some updates, those of one device, and the audit of an update."""
+def updated(tx, level, steps=2, params=None, devices=None, **options):
+    """New parameters after some updates, those of one device, the audit of an update, the plan."""
     params = arrays(0) if params is None else params
     shapes = {k: x.shape for k, x in params.items()}
     options = {
         "min_shard_size": 16,
         "scan_axes": {"stack": 0} if "stack" in params else None,
     } | options
-    state, plan = gshard.shard_train_state((params, tx), mesh(), level, **options)
+    state, plan = gshard.shard_train_state((params, tx), devices or mesh(), level, **options)
 
     @jax.jit
     def step(params, opt_state, grads):

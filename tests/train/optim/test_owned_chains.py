@@ -15,6 +15,7 @@ from optax import contrib
 
 import gshard
 from gshard._util.jaxpr import all_equations
+from tests.train.optim import test_matrix_products as matrix_products
 from tests.train.optim.test_matrix_products import arrays, assert_close, by_hand, inverse_root
 
 AG, A2A = "all-gather", "all-to-all"
@@ -95,30 +96,10 @@ OPTIMIZERS = {
 QUICK = {("muon", "8", "p_g_os"), ("muon", "replicas of 2 x 2", "os"), ("by hand", "3", "os_g")}
 
 
-def updated(tx, mesh, level, shapes=SHAPES, steps=2, **options):
-    """New parameters and those of one device, the audit of an update, and the plan."""
-    params = arrays(0, shapes)
-    options = {"min_shard_size": 16, "scan_axes": STACKS if shapes is SHAPES else None} | options
-    state, plan = gshard.shard_train_state((params, tx), mesh, level, **options)
-
-    @jax.jit
-    def step(params, opt_state, grads):
-        changes, opt_state = state.tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, changes), opt_state
-
-    def stored(grads):
-        return jax.tree.map(
-            lambda g, x: jax.device_put(x.pad(g), plan.sharding(x)), grads, plan.grads
-        )
-
-    audit = gshard.audit(step, state.params, state.opt_state, stored(arrays(1, shapes)), plan=plan)
-    new, opt_state, right, alone = state.params, state.opt_state, params, tx.init(params)
-    for i in range(steps):
-        grads = arrays(1 + i, shapes)
-        new, opt_state = step(new, opt_state, stored(grads))
-        changes, alone = jax.jit(tx.update)(grads, alone, right)
-        right = optax.apply_updates(right, changes)
-    return gshard.full_params(state.replace(params=new)), right, audit, plan
+def updated(tx, mesh, level, shapes=SHAPES, steps=2):
+    """What `matrix_products.updated` returns for arrays of these shapes on a mesh."""
+    options = {"devices": mesh, "scan_axes": STACKS if shapes is SHAPES else None}
+    return matrix_products.updated(tx, level, steps, arrays(0, shapes), **options)
 
 
 def sent(audit, kind):
