@@ -75,12 +75,19 @@ class GlobalEvaluator:
       limit: bytes that one operation may all-gather; None for any number.
       statistics: whether functions with a derivative return statistics of a micro-batch as one, of
         which gshard takes the largest (fp8).
+      of_examples: whether the parts are of the examples, and not of their sequences.
     """
 
     def __init__(
-        self, axes: Sequence[str], devices: int, micro_batches: int = 1, micro_batch: Any = 0
+        self,
+        axes: Sequence[str],
+        devices: int,
+        micro_batches: int = 1,
+        micro_batch: Any = 0,
+        of_examples: bool = True,
     ):
         self.axes, self.micro_batches = tuple(axes), micro_batches
+        self.of_examples = of_examples
         index = group_index(self.axes) * micro_batches + micro_batch
         self.partition = Partition(devices * micro_batches, index)
         self.transfers, self.gathers = list[Transfer](), 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from gshard._util.jaxpr import COLLECTIVES, inner_jaxprs, user_line
 from gshard._util.text import bytes_of, text_table
 from gshard.train.global_loss.placement import size_in_bytes
 
@@ -19,12 +21,14 @@ class Transfer:
 
     Attributes:
       kind: `gather` (examples of all devices), `sum` (of partial sums) or `extreme` (a maximum or
-        minimum).
-      elements: of the full result.
+        minimum); over a sequence axis HLO's name of a collective, such as `collective-permute`.
+      elements: of the full result, on one device.
       size: its bytes.
       times: how often, in loops.
       operation: the name of the operation that needs it.
       line: the user's file and line.
+      axes: the mesh axes that it is over; empty for those of the examples.
+      pairs: of a permute, who sends to whom, by their indices on the axis.
     """
 
     kind: str
@@ -33,11 +37,50 @@ class Transfer:
     times: int
     operation: str
     line: str
+    axes: tuple[str, ...] = ()
+    pairs: tuple[tuple[int, ...], ...] | None = None
 
     @classmethod
     def of(cls, aval: Any, kind: str, times: int, operation: str, line: str) -> Transfer:
         """Describes a collective whose full result has this shape and dtype."""
         return cls(kind, math.prod(aval.shape), size_in_bytes(aval), times, operation, line)
+
+
+def transfers_over(axis: str, jaxpr: Any, times: int = 1) -> list[Transfer]:
+    """Returns the collectives over a mesh axis in a traced loss, of arrays as one device has them.
+
+    A loop of unknown length counts once, and of branches the one that sends most.
+    """
+    found = []
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if name in COLLECTIVES and axis in names_in(params):
+            kind, operand, result = COLLECTIVES[name], eqn.invars[0].aval, eqn.outvars[0].aval
+            aval = max(operand, result, key=size_in_bytes)
+            one = Transfer.of(aval, kind, times, _operation(eqn), user_line(eqn) or "")
+            pairs = tuple(map(tuple, params["perm"])) if name == "ppermute" else None
+            found.append(dataclasses.replace(one, axes=names_in(params), pairs=pairs))
+        often = params["length"] if name == "scan" else 1
+        inner = [transfers_over(axis, x, times * often) for x in inner_jaxprs(eqn)]
+        if name == "cond":
+            inner = [max(inner, key=lambda x: sum(t.size * t.times for t in x))]
+        found += [transfer for some in inner for transfer in some]
+    return found
+
+
+def names_in(params: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the mesh axes that a collective is over."""
+    over = params.get("axes", params.get("axis_name", ()))
+    return tuple(over) if isinstance(over, (tuple, list)) else (over,)
+
+
+def _operation(eqn: Any) -> str:
+    """The innermost name scope that is not gshard's, or the name of the primitive."""
+    scopes = [x for x in str(eqn.source_info.name_stack).split("/") if x not in _OWN_SCOPES]
+    return scopes[-1] if scopes else eqn.primitive.name
+
+
+_OWN_SCOPES = ("", "gshard", "loss")
 
 
 def transfers_table(transfers: Iterable[Transfer]) -> Table:
