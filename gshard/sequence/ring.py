@@ -1,0 +1,293 @@
+"""Attention over a sharded sequence: each device's queries meet the keys of one device at a time.
+
+Around the ring, the keys and values of the device before arrive while those at hand are used, and
+S-1 hops bring all of them past (Liu et al. 2023, Ring Attention, arXiv 2310.01889). In the backward
+pass they go round once more, with the gradients of each slice behind it. With `gathered`, they come
+from one all-gather instead, and gradients go home by one reduce-scatter. Either way the forward
+pass keeps only what a device owns: its queries, keys, values and outputs, whatever S is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from gshard.sequence.blocks import Attend, Blocks, Keys, Masking, Pairs, Queries, Softmax
+from gshard.sequence.collectives import gather, index, rotate, scatter_sum
+from gshard.sequence.order import positions_of
+
+SAVED = "sequence_attention"  # the name of outputs and normalisers, for a policy of remat
+UNROLLED = 8  # hops; a loop beyond, as the time to compile would grow with the hops
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What is known of the attention before the program runs."""
+
+    axis: str
+    devices: int
+    zigzag: bool
+    gathered: bool
+    masking: Masking
+    scale: float
+    blocks: Blocks
+
+    @property
+    def attend(self) -> Attend:
+        """The attention of a slice to a slice."""
+        return Attend(self.blocks, self.masking, self.scale)
+
+    @property
+    def tokens(self) -> int:
+        """Of a slice."""
+        return self.blocks.parts * self.blocks.length
+
+    @property
+    def chains(self) -> list[tuple[int, int]]:
+        """(direction, hops): keys come from so many devices before, or after, this one."""
+        every, window = self.devices - 1, self.masking.window
+        if not every or window is None or self.zigzag:
+            return [(1, every)] if every else []
+        reach = min(every, -(-(window - 1) // self.tokens))
+        if self.masking.causal:
+            return [(1, reach)] if reach else []
+        if 2 * reach >= every:
+            return [(1, every)]
+        return [(1, reach), (-1, reach)] if reach else []
+
+    def own_pairs(self) -> Pairs:
+        """The blocks that meet of a device's queries and its own keys."""
+        parts = range(self.blocks.parts)
+        found = [self.blocks.near_pairs(self.masking, 0, part) for part in parts]
+        if self.zigzag:
+            found.append(self.blocks.all_pairs([1], [0]))
+            if not self.masking.causal:
+                found.append(self.blocks.all_pairs([0], [1]))
+        return tuple(pair for pairs in found for pair in pairs)
+
+    def pairs(self, shift: Any) -> tuple[Pairs, Pairs]:
+        """The blocks that meet after so many hops: keys of this ring's turn, or wrapped around.
+
+        A device i has the keys of i - shift, or beyond the ends of the row of devices those of
+        i - shift + S (or - S), which lie on its other side.
+        """
+        parts = range(self.blocks.parts)
+        every = self.blocks.all_pairs(parts, parts)
+        if self.zigzag:
+            if not self.masking.causal:
+                return every, every
+            # Keys of an earlier device: their first half is before all queries, their second half
+            # after. Keys of a later device: both halves are between the two of the queries.
+            return self.blocks.all_pairs(parts, [0]), self.blocks.all_pairs([1], parts)
+        if not isinstance(shift, int):  # in a loop over hops
+            return every, () if self.masking.causal else every
+        around = self.devices if shift > 0 else -self.devices
+        distances = shift * self.tokens, (shift - around) * self.tokens
+        near, wrapped = (self.blocks.near_pairs(self.masking, x) for x in distances)
+        return near, wrapped
+
+
+class Inputs(NamedTuple):
+    """Arrays without gradients: of the keys of every device, in the order of the devices."""
+
+    segments_BxSxk: jax.Array | None
+    mask: jax.Array | None  # (B or 1, K or 1, G or 1, q, S, k)
+
+
+def _attend_around(
+    ring: Ring, q_BxqxKxGxE: jax.Array, k_BxkxKxE: jax.Array, v_BxkxKxE: jax.Array, inputs: Inputs
+) -> jax.Array:
+    """Attention of this device's queries to all keys; the output has the dtype of the queries."""
+    return _forward(ring, q_BxqxKxGxE, k_BxkxKxE, v_BxkxKxE, inputs)[0]
+
+
+def _forward(
+    ring: Ring, q_BxqxKxGxE: Any, k_BxkxKxE: Any, v_BxkxKxE: Any, inputs: Inputs
+) -> tuple[jax.Array, Any]:
+    queries = _queries(ring, q_BxqxKxGxE, inputs)
+    kv = k_BxkxKxE, v_BxkxKxE
+
+    def visit(seen: Softmax, kv: Any, shift: Any) -> Softmax:
+        keys = _keys(ring, kv, inputs, shift)
+        return _on_pairs(ring, shift, partial(ring.attend.forward, queries, keys), seen)
+
+    seen = Softmax.empty(queries.q_BxqxKxGxE, v_BxkxKxE.shape[-1])
+    if ring.gathered:
+        everybodys = tuple(gather(x, ring.axis, 1) for x in kv)
+        seen = visit(seen, kv, 0)
+        for direction, hops in ring.chains:
+            seen = _repeat(
+                1,
+                hops + 1,
+                lambda r, seen, d=direction: visit(seen, _of(ring, everybodys, r * d), r * d),
+                seen,
+            )
+    else:
+        firsts = [rotate(kv, ring.axis, direction) for direction, _ in ring.chains]
+        seen = visit(seen, kv, 0)
+        for (direction, hops), first in zip(ring.chains, firsts, strict=True):
+
+            def hop(r: Any, carry: Any, d: int = direction) -> Any:
+                seen, kv = carry
+                ahead = rotate(kv, ring.axis, d)  # before the products, to overlap with them
+                return visit(seen, kv, r * d), ahead
+
+            seen, last = _repeat(1, hops, hop, (seen, first))
+            seen = visit(seen, last, hops * direction)
+    out, normaliser = (ring.blocks.unpadded(x) for x in seen.output())
+    out = checkpoint_name(out.astype(q_BxqxKxGxE.dtype), SAVED)
+    normaliser = checkpoint_name(normaliser, SAVED)
+    return out, (q_BxqxKxGxE, *kv, inputs, out, normaliser)
+
+
+def _backward(ring: Ring, kept: Any, d_out_BxqxKxGxE: jax.Array) -> Any:
+    q_BxqxKxGxE, k_BxkxKxE, v_BxkxKxE, inputs, out, normaliser = kept
+    queries = _queries(ring, q_BxqxKxGxE, inputs)
+    kv = k_BxkxKxE, v_BxkxKxE
+    mean = (out.astype(normaliser.dtype) * d_out_BxqxKxGxE.astype(normaliser.dtype)).sum(-1)
+    d_out, normalisers, mean = (ring.blocks.padded(x) for x in (d_out_BxqxKxGxE, normaliser, mean))
+
+    def visit(d_q: jax.Array, kv: Any, shift: Any) -> tuple[jax.Array, Any]:
+        """The gradient of the queries, with this slice's part, and those of its keys and values."""
+        keys = _keys(ring, kv, inputs, shift)
+        nothing = (_zeros(keys.k_BxkxKxE, d_q.dtype), _zeros(keys.v_BxkxKxE, d_q.dtype))
+
+        def add(grads: Any, pairs: Pairs) -> Any:
+            return ring.attend.backward(queries, keys, d_out, normalisers, mean, grads, pairs)
+
+        d_q, *d_kv = _on_pairs(ring, shift, add, (d_q, *nothing))
+        return d_q, tuple(ring.blocks.unpadded(x) for x in d_kv)
+
+    d_q = _zeros(queries.q_BxqxKxGxE, normaliser.dtype)
+    if ring.gathered:
+        everybodys = tuple(gather(x, ring.axis, 1) for x in kv)
+        d_q, own = visit(d_q, kv, 0)
+        d_all = tuple(_zeros(x, d_q.dtype) for x in everybodys)
+        d_all = _set(ring, d_all, own, 0)
+        for direction, hops in ring.chains:
+
+            def at_once(r: Any, carry: Any, d: int = direction) -> Any:
+                d_q, d_all = carry
+                d_q, d_kv = visit(d_q, _of(ring, everybodys, r * d), r * d)
+                return d_q, _set(ring, d_all, d_kv, r * d)
+
+            d_q, d_all = _repeat(1, hops + 1, at_once, (d_q, d_all))
+        d_kv = tuple(scatter_sum(x, ring.axis, 1) for x in d_all)
+    else:
+        firsts = [rotate(kv, ring.axis, direction) for direction, _ in ring.chains]
+        d_q, d_kv = visit(d_q, kv, 0)
+        for (direction, hops), first in zip(ring.chains, firsts, strict=True):
+            d_q, d_home = _chain_backward(ring, visit, d_q, first, direction, hops)
+            d_kv = _add(d_kv, d_home)
+    d_q = ring.blocks.unpadded(d_q).astype(q_BxqxKxGxE.dtype)
+    return d_q, *(x.astype(y.dtype) for x, y in zip(d_kv, kv, strict=True)), None
+
+
+def _chain_backward(
+    ring: Ring, visit: Callable[..., Any], d_q: jax.Array, first: Any, direction: int, hops: int
+) -> tuple[jax.Array, Any]:
+    """Keys go along a chain with their gradients, one hop behind; then the gradients go home."""
+    ahead = rotate(first, ring.axis, direction) if hops > 1 else first
+    d_q, d_kv = visit(d_q, first, direction)
+
+    def hop(r: Any, carry: Any) -> Any:
+        d_q, kv, d_kv = carry
+        ahead, arrived = rotate((kv, d_kv), ring.axis, direction)
+        d_q, found = visit(d_q, kv, r * direction)
+        return d_q, ahead, _add(arrived, found)
+
+    d_q, last, d_kv = _repeat(2, hops, hop, (d_q, ahead, d_kv))
+    if hops > 1:
+        arrived = rotate(d_kv, ring.axis, direction)
+        d_q, found = visit(d_q, last, hops * direction)
+        d_kv = _add(arrived, found)
+    return d_q, rotate(d_kv, ring.axis, -hops * direction)
+
+
+attend_around: Any = jax.custom_vjp(_attend_around, nondiff_argnums=(0,))
+attend_around.defvjp(_forward, _backward)
+
+
+# ---- slices -------------------------------------------------------------------------------------
+
+
+def _source(ring: Ring, shift: Any) -> Any:
+    """The device whose keys are at hand."""
+    return (index(ring.axis) - shift) % ring.devices if ring.devices > 1 else 0
+
+
+def _positions(ring: Ring, source: Any, value: int) -> jax.Array:
+    order = "zigzag" if ring.zigzag else "contiguous"
+    found = positions_of(source, ring.tokens, ring.devices, order)
+    return ring.blocks.padded(found, 0, value)
+
+
+def _queries(ring: Ring, q_BxqxKxGxE: jax.Array, inputs: Inputs) -> Queries:
+    segments = _segments(ring, inputs, 0)
+    return Queries(ring.blocks.padded(q_BxqxKxGxE), _positions(ring, _source(ring, 0), 0), segments)
+
+
+def _segments(ring: Ring, inputs: Inputs, shift: Any) -> jax.Array | None:
+    if inputs.segments_BxSxk is None:
+        return None
+    source = _source(ring, shift)
+    own = lax.dynamic_index_in_dim(inputs.segments_BxSxk, source, 1, keepdims=False)
+    return ring.blocks.padded(own)
+
+
+def _keys(ring: Ring, kv: Any, inputs: Inputs, shift: Any) -> Keys:
+    source, mask = _source(ring, shift), inputs.mask
+    if mask is not None:
+        mask = lax.dynamic_index_in_dim(mask, source, 4, keepdims=False)
+        mask = ring.blocks.padded(ring.blocks.padded(mask, 3), 4)
+    k, v = (ring.blocks.padded(x) for x in kv)
+    return Keys(k, v, _positions(ring, source, -1), _segments(ring, inputs, shift), mask)
+
+
+def _of(ring: Ring, everybodys: Any, shift: Any) -> Any:
+    """The slice of the device `shift` places before this one."""
+    start = _source(ring, shift) * ring.tokens
+    return tuple(lax.dynamic_slice_in_dim(x, start, ring.tokens, 1) for x in everybodys)
+
+
+def _set(ring: Ring, everybodys: Any, own: Any, shift: Any) -> Any:
+    """The slices of all devices with another one for the device `shift` places before this one."""
+    start = _source(ring, shift) * ring.tokens
+    put = lax.dynamic_update_slice_in_dim
+    return tuple(put(x, y, start, 1) for x, y in zip(everybodys, own, strict=True))
+
+
+def _on_pairs(ring: Ring, shift: Any, add: Callable[[Any, Pairs], Any], carry: Any) -> Any:
+    """Adds the pairs of blocks that meet; devices may differ, but none communicates in here."""
+    if isinstance(shift, int) and shift == 0:
+        return add(carry, ring.own_pairs())
+    near, wrapped = ring.pairs(shift)
+    if near == wrapped:
+        return add(carry, near)
+    before = index(ring.axis) - shift
+    on_this_side = (before >= 0) & (before < ring.devices)
+    return lax.cond(on_this_side, lambda x: add(x, near), lambda x: add(x, wrapped), carry)
+
+
+def _repeat(start: int, end: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """`body(r, carry)` for every r; a loop only if there are many."""
+    if end - start > UNROLLED:
+        return lax.fori_loop(start, end, body, carry)
+    for r in range(start, end):
+        carry = body(r, carry)
+    return carry
+
+
+def _zeros(x: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.zeros_like(x, dtype)
+
+
+def _add(a: Any, b: Any) -> Any:
+    return jax.tree.map(jnp.add, a, b)
