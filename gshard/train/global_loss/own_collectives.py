@@ -70,6 +70,12 @@ def _check(given: Given, eqn: Any, of_examples: bool) -> None:
     name, data, names = eqn.primitive.name, given.evaluator.axes, names_in(eqn.params)
     over = [axis for axis in names if axis in data]
     if name in _OF_ONE_DEVICE or of_examples or len(over) < len(names):
+        if not given.evaluator.of_examples:
+            raise GShardError(
+                f"{given.evaluator.place(eqn)} runs over {', '.join(map(repr, over))}. The loss "
+                "sees full sequences: write it without the collective, as for one device. "
+                "gshard.sequence has operations that know the slices of the devices."
+            )
         raise GShardError(
             f"{given.evaluator.place(eqn)} runs over {', '.join(map(repr, over))}, a data "
             "axis. The loss is that of the global batch, which no device has by itself: write it "

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard.sequence.view import full_sequences
 from gshard.sharding.mesh import Group
 from gshard.sharding.topology import SEQUENCE
 from gshard.train.comm.collectives import group_index
@@ -44,10 +45,8 @@ class Sequences:
         limit: int | None,
         of_global_batch: bool,
     ):
-        self.group, self.dims = group, dims
-        self.limit = limit
-        if limit is not None and of_global_batch:
-            self.limit = limit * group.batch_shards
+        self.group, self.dims, self.limit = group, dims, limit
+        self.batches = group.batch_shards if of_global_batch else 1
 
     def share(
         self, fun: Callable[..., Any], trained: int, divides: bool, *args: Any
@@ -92,9 +91,14 @@ class Sequences:
         self, fun: Callable[..., Any], trained: int, params: list[Any], batch: Any, rng: Any
     ) -> tuple[GlobalEvaluator, Any]:
         evaluator = GlobalEvaluator((SEQUENCE,), self.group.sequence, of_examples=False)
-        evaluator.limit = self.limit
-        found = evaluate_loss(evaluator, fun, self.group, self.dims, trained, params, batch, rng)
-        return evaluator, found
+        evaluator.limit, evaluator.batches = self.limit, self.batches
+
+        def seen_in_full(*args: Any) -> Any:
+            with full_sequences(SEQUENCE):
+                return fun(*args)
+
+        given = (self.group, self.dims, trained, params, batch, rng)
+        return evaluator, evaluate_loss(evaluator, seen_in_full, *given)
 
 
 def counted_once(tree: Any) -> Any:

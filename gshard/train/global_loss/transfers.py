@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from rich.table import Table
 
-from gshard._util.jaxpr import COLLECTIVES, inner_jaxprs, user_line
+from gshard._util.jaxpr import COLLECTIVES, inner_jaxprs
 from gshard._util.text import bytes_of, text_table
 from gshard.train.global_loss.placement import size_in_bytes
 
@@ -46,26 +50,42 @@ class Transfer:
         return cls(kind, math.prod(aval.shape), size_in_bytes(aval), times, operation, line)
 
 
-def transfers_over(axis: str, jaxpr: Any, times: int = 1) -> list[Transfer]:
+_NEEDED_BY = re.compile(r"needed by (.*?) at (.*?:\d+)")
+
+
+def needed_by(operation: str, line: str) -> AbstractContextManager[Any]:
+    """A named scope for the collectives that an operation of the loss needs."""
+    where = line.rsplit("/", 1)[-1]
+    return jax.named_scope(f"needed by {operation} at {where}") if where else nullcontext()
+
+
+def transfers_over(
+    axis: str, jaxpr: Any, times: int = 1, caller: tuple[str, str] = ("", "")
+) -> list[Transfer]:
     """Returns the collectives over a mesh axis in a traced loss, of arrays as one device has them.
 
-    A loop of unknown length counts once, and of branches the one that sends most.
+    A loop of unknown length counts once, and of branches the one that sends most. `caller` is the
+    operation and the line that need what has no scope of `needed_by`.
     """
-    found = []
+    found: Counter[Transfer] = Counter()  # times, which are 0 in the keys
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
+        scopes = _NEEDED_BY.findall(str(eqn.source_info.name_stack))
+        operation, line = scopes[-1] if scopes else caller
         if name in COLLECTIVES and axis in names_in(params):
             kind, operand, result = COLLECTIVES[name], eqn.invars[0].aval, eqn.outvars[0].aval
             aval = max(operand, result, key=size_in_bytes)
-            one = Transfer.of(aval, kind, times, _operation(eqn), user_line(eqn) or "")
+            one = Transfer.of(aval, kind, 0, operation or name, line)
             pairs = tuple(map(tuple, params["perm"])) if name == "ppermute" else None
-            found.append(dataclasses.replace(one, axes=names_in(params), pairs=pairs))
+            found[dataclasses.replace(one, axes=names_in(params), pairs=pairs)] += times
         often = params["length"] if name == "scan" else 1
-        inner = [transfers_over(axis, x, times * often) for x in inner_jaxprs(eqn)]
+        place = operation, line
+        inner = [transfers_over(axis, x, times * often, place) for x in inner_jaxprs(eqn)]
         if name == "cond":
             inner = [max(inner, key=lambda x: sum(t.size * t.times for t in x))]
-        found += [transfer for some in inner for transfer in some]
-    return found
+        for transfer in (x for some in inner for x in some):
+            found[dataclasses.replace(transfer, times=0)] += transfer.times
+    return [dataclasses.replace(one, times=times) for one, times in found.items()]
 
 
 def names_in(params: dict[str, Any]) -> tuple[str, ...]:
@@ -73,14 +93,6 @@ def names_in(params: dict[str, Any]) -> tuple[str, ...]:
     over = params.get("axes", params.get("axis_name", ()))
     return tuple(over) if isinstance(over, (tuple, list)) else (over,)
 
-
-def _operation(eqn: Any) -> str:
-    """The innermost name scope that is not gshard's, or the name of the primitive."""
-    scopes = [x for x in str(eqn.source_info.name_stack).split("/") if x not in _OWN_SCOPES]
-    return scopes[-1] if scopes else eqn.primitive.name
-
-
-_OWN_SCOPES = ("", "gshard", "loss")
 
 
 def transfers_table(transfers: Iterable[Transfer]) -> Table:
