@@ -306,7 +306,8 @@ class GradientStage:
             axis_names=set(group.axes),
             check_vma=False,
         )
-        if plan.bytes_per_device["host"]:  # JAX fetches from the host only in compiled code
+        # JAX fetches from the host, and leaves model axes to XLA, only in compiled code
+        if plan.bytes_per_device["host"] or group.model_axes:
             mapped = jax.jit(mapped)
         found, updates = mapped(
             jax.tree.leaves(parts.params),

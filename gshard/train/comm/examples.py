@@ -25,6 +25,28 @@ def mirrored(blocks: jax.Array, dim: int) -> jax.Array:
     return jnp.concatenate([first, jnp.flip(second, dim + 2)], dim + 1).reshape(shape)
 
 
+def in_zigzag_order(x: jax.Array, dim: int, axis: str) -> jax.Array:
+    """Exchanges the halves of contiguous slices, so that each device has its two of zig-zag order.
+
+    Of 2S slices device i has 2i and 2i+1, and gets i and 2S-1-i: one is the first half of another
+    device, and one the second half.
+    """
+    size = lax.axis_size(axis)
+    first, second = jnp.split(x, 2, dim)
+
+    def owner(piece: int) -> int:
+        return min(piece, 2 * size - 1 - piece)
+
+    of_first = lax.ppermute(first, axis, [(i, owner(2 * i)) for i in range(size)])
+    of_second = lax.ppermute(second, axis, [(i, owner(2 * i + 1)) for i in range(size)])
+    even = lax.axis_index(axis) % 2 == 0  # slice i is a first half where i is even
+    return jnp.where(
+        even,
+        jnp.concatenate([of_first, of_second], dim),
+        jnp.concatenate([of_second, of_first], dim),
+    )
+
+
 def gather_examples(
     shard: jax.Array, dim: int, outer: int, axes: Sequence[str], zigzag: bool = False
 ) -> jax.Array:

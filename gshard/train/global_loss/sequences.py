@@ -17,13 +17,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from gshard.sequence.order import Order
 from gshard.sequence.view import full_sequences
 from gshard.sharding.mesh import Group
 from gshard.sharding.topology import SEQUENCE
 from gshard.train.comm.collectives import group_index
+from gshard.train.comm.examples import in_zigzag_order
 from gshard.train.global_loss.evaluator import GlobalEvaluator
 from gshard.train.global_loss.placement import REPLICATED
 from gshard.train.global_loss.shares import evaluate_loss, float_of, is_output, share_of
@@ -103,10 +103,11 @@ class Sequences:
         evaluator = GlobalEvaluator(axes, size, of_examples=False, zigzag=self.zigzag)
         if self.zigzag:
             arrays, structure = jax.tree.flatten(batch)
-            pairs = zip(arrays, self.dims, strict=True)
-            batch = structure.unflatten(
-                x if d is None else _in_zigzag_order(x, d) for x, d in pairs
-            )
+            with needed_by("sequence_order", "zigzag"):
+                batch = structure.unflatten(
+                    x if dim is None else in_zigzag_order(x, dim, SEQUENCE)
+                    for x, dim in zip(arrays, self.dims, strict=True)
+                )
         evaluator.limit, evaluator.batches = self.limit, self.batches
 
         def seen_in_full(*args: Any) -> Any:
@@ -116,29 +117,6 @@ class Sequences:
         outer = 2 if self.zigzag else 1
         given = (self.group, self.dims, outer, trained, params, batch, rng)
         return evaluator, evaluate_loss(evaluator, seen_in_full, *given)
-
-
-def _in_zigzag_order(x: jax.Array, dim: int) -> jax.Array:
-    """Exchanges the halves of contiguous slices, so that each device has its two of zig-zag order.
-
-    Of 2S slices device i has 2i and 2i+1, and gets i and 2S-1-i: one is the first half of another
-    device, and one the second half.
-    """
-    size = lax.axis_size(SEQUENCE)
-    first, second = jnp.split(x, 2, dim)
-
-    def owner(piece: int) -> int:
-        return min(piece, 2 * size - 1 - piece)
-
-    with needed_by("sequence_order", "zigzag"):
-        of_first = lax.ppermute(first, SEQUENCE, [(i, owner(2 * i)) for i in range(size)])
-        of_second = lax.ppermute(second, SEQUENCE, [(i, owner(2 * i + 1)) for i in range(size)])
-    even = lax.axis_index(SEQUENCE) % 2 == 0  # slice i is a first half where i is even
-    return jnp.where(
-        even,
-        jnp.concatenate([of_first, of_second], dim),
-        jnp.concatenate([of_second, of_first], dim),
-    )
 
 
 def counted_once(tree: Any) -> Any:
