@@ -95,9 +95,10 @@ def attention(
     def around(q: Any, k: Any, v: Any, inputs: Inputs, devices: int, zigzag: bool) -> jax.Array:
         tokens, kv_heads = k.shape[1:3]
         blocks = Blocks.of(tokens, 2 if zigzag else 1, block_size)
-        ring = Ring(axis, devices, zigzag, by == "gather", masking, factor, blocks)
+        ring = Ring(axis, devices, zigzag, by == "gather" and devices > 1, masking, factor, blocks)
         grouped = q.reshape(*q.shape[:2], kv_heads, -1, q.shape[3])
-        out = attend_around(ring, grouped, k, v, _by_slices(inputs, devices, zigzag, kv_heads))
+        inputs = _by_slices(inputs, devices, zigzag, kv_heads)
+        out = attend_around(ring, grouped, jnp.concatenate([k, v], -1), inputs)
         return out.reshape(*q.shape[:3], v.shape[3])
 
     if devices == 1 or by != "ulysses":
@@ -133,7 +134,7 @@ def _by_slices(inputs: Inputs, devices: int, zigzag: bool, kv_heads: int) -> Inp
     if mask is not None:
         if zigzag:
             mask = _by_position(mask, devices, 3, back=True)
-        heads = (1, 1) if mask.shape[1] == 1 else (kv_heads, -1)
+        heads = (1, 1) if mask.shape[1] == 1 else (kv_heads, mask.shape[1] // kv_heads)
         mask = mask.reshape(mask.shape[0], *heads, mask.shape[2], devices, -1)
     return Inputs(segments, mask)
 
