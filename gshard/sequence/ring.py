@@ -155,12 +155,19 @@ def _backward(ring: Ring, kept: Any, d_out_BxqxKxGxE: jax.Array) -> Any:
     queries = _queries(ring, q_BxqxKxGxE, inputs)
     known = Known(*(ring.blocks.padded(x) for x in (d_out, normaliser, mean)))
 
-    def visit(d_q: jax.Array, kv_BxkxKxF: jax.Array, shift: Any) -> tuple[jax.Array, jax.Array]:
+    def visit(
+        d_q: jax.Array, kv_BxkxKxF: jax.Array, shift: Any, third: str = "all", d_kv: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
         """The gradient of the queries, with this slice's part, and that of its keys and values."""
         keys = _keys(ring, kv_BxkxKxF, inputs, shift)
-        d_kv = jnp.zeros_like(keys.kv_BxkxKxF, d_q.dtype)
-        add = partial(ring.attend.backward, queries, keys, known)
-        d_q, d_kv = _on_pairs(ring, shift, add, (d_q, d_kv))
+        d_kv = jnp.zeros_like(kv_BxkxKxF, d_q.dtype) if d_kv is None else d_kv
+
+        def add(grads: Any, pairs: Pairs) -> Any:
+            if third != "all":
+                pairs = tuple(x for x in pairs if (x[1] % 3 == 0) == (third == "first"))
+            return ring.attend.backward(queries, keys, known, grads, pairs)
+
+        d_q, d_kv = _on_pairs(ring, shift, add, (d_q, ring.blocks.padded(d_kv)))
         return d_q, ring.blocks.unpadded(d_kv)
 
     d_q = jnp.zeros_like(queries.q_BxqxKxGxE, normaliser.dtype)
@@ -202,8 +209,12 @@ def _chain_backward(
 
     def hop(r: Any, carry: Any) -> Any:
         d_q, kv_BxkxKxF, d_kv = _together(carry)
-        ahead, arrived = rotate((kv_BxkxKxF, d_kv), ring.axis, direction)
-        d_q, found = visit(d_q, kv_BxkxKxF, r * direction)
+        ahead = rotate(kv_BxkxKxF, ring.axis, direction)
+        d_q, found = visit(d_q, kv_BxkxKxF, r * direction, "first")
+        # XLA overlaps one collective at a time on GPUs: each gets its share of the products.
+        d_q, found, ahead, d_kv = _together((d_q, found, ahead, d_kv))
+        arrived = rotate(d_kv, ring.axis, direction)
+        d_q, found = visit(d_q, kv_BxkxKxF, r * direction, "others", found)
         return d_q, ahead, arrived + found
 
     d_q, last, d_kv = _repeat(2, hops, hop, (d_q, ahead, d_kv))
