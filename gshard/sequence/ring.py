@@ -24,7 +24,7 @@ from gshard.sequence.collectives import gather, index, rotate, scatter_sum
 from gshard.sequence.order import positions_of
 
 SAVED = "sequence_attention"  # the name of outputs and normalisers, for a policy of remat
-UNROLLED = 8  # hops; a loop beyond, as the time to compile would grow with the hops
+UNROLLED = 8  # hops that differ in what they see; a loop beyond
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,15 @@ class Ring:
         if 2 * reach >= every:
             return [(1, every)]
         return [(1, reach), (-1, reach)] if reach else []
+
+    @property
+    def unrolled(self) -> int:
+        """So many hops at most are no loop.
+
+        Equal hops are one, as time to compile and, on CPUs, memory would grow with the hops. Those
+        of a window differ, and in a loop each would compute all that any of them sees.
+        """
+        return 1 if self.masking.window is None or self.zigzag else UNROLLED
 
     def own_pairs(self) -> Pairs:
         """The blocks that meet of a device's queries and its own keys."""
@@ -129,7 +138,7 @@ def _forward(
             def one(r: Any, seen: Softmax, d: int = direction) -> Softmax:
                 return visit(seen, _of(ring, everybodys, r * d), r * d)
 
-            seen = _repeat(1, hops + 1, one, seen)
+            seen = _repeat(ring, 1, hops + 1, one, seen)
     else:
         firsts = [rotate(kv_BxkxKxF, ring.axis, direction) for direction, _ in ring.chains]
         seen = visit(seen, kv_BxkxKxF, 0)
@@ -140,7 +149,7 @@ def _forward(
                 ahead = rotate(kv_BxkxKxF, ring.axis, d)  # before the products that overlap with it
                 return visit(seen, kv_BxkxKxF, r * d), ahead
 
-            seen, last = _repeat(1, hops, hop, (seen, first))
+            seen, last = _repeat(ring, 1, hops, hop, (seen, first))
             seen = visit(seen, last, hops * direction)
     out, normaliser = (ring.blocks.unpadded(x) for x in seen.output())
     out = checkpoint_name(out.astype(q_BxqxKxGxE.dtype), SAVED)
@@ -182,7 +191,7 @@ def _backward(ring: Ring, kept: Any, d_out_BxqxKxGxE: jax.Array) -> Any:
                 d_q, d_kv = visit(d_q, _of(ring, everybodys, r * d), r * d)
                 return d_q, _set(ring, d_all, d_kv, r * d)
 
-            d_q, d_all = _repeat(1, hops + 1, one, (d_q, d_all))
+            d_q, d_all = _repeat(ring, 1, hops + 1, one, (d_q, d_all))
         d_kv = scatter_sum(d_all, ring.axis, 1)
     else:
         firsts = [rotate(kv_BxkxKxF, ring.axis, direction) for direction, _ in ring.chains]
@@ -217,7 +226,7 @@ def _chain_backward(
         d_q, found = visit(d_q, kv_BxkxKxF, r * direction, "others", found)
         return d_q, ahead, arrived + found
 
-    d_q, last, d_kv = _repeat(2, hops, hop, (d_q, ahead, d_kv))
+    d_q, last, d_kv = _repeat(ring, 2, hops, hop, (d_q, ahead, d_kv))
     if hops > 1:
         d_q, last, d_kv = _together((d_q, last, d_kv))
         arrived = rotate(d_kv, ring.axis, direction)
@@ -291,9 +300,9 @@ def _on_pairs(ring: Ring, shift: Any, add: Callable[[Any, Pairs], Any], carry: A
     return lax.cond(on_this_side, lambda x: add(x, near), lambda x: add(x, wrapped), carry)
 
 
-def _repeat(start: int, end: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+def _repeat(ring: Ring, start: int, end: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
     """`body(r, carry)` for every r; a loop only if there are many."""
-    if end - start > UNROLLED:
+    if end - start > ring.unrolled:
         return lax.fori_loop(start, end, body, carry)
     for r in range(start, end):
         carry = body(r, carry)
