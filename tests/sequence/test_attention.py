@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from gshard import sequence
 from gshard.sequence import ring
 from gshard.sequence.ring import SAVED
+from tests.tiers import quick
 
 P = jax.P
 TOLERANCE = 2e-6  # of the largest entry
@@ -164,7 +165,25 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+QUICK = [
+    Case(4),
+    Case(2, "gather"),
+    Case(3, "ulysses", heads=6, kv_heads=3),
+    Case(3, causal=False),
+    Case(5, order="zigzag"),
+    Case(3, "gather", order="zigzag"),
+    Case(3, tokens=11, heads=3, kv_heads=3, block_size=4),
+    Case(3, tokens=14, order="zigzag", block_size=3),
+    Case(4, "ulysses", heads=12, kv_heads=2),
+    *[Case(4, window=n) for n in (1, 13, 14)],
+    *[Case(5, window=n, causal=False, tokens=6) for n in (8, 14)],
+    Case(4, documents=True, block_size=5),
+    Case(4, "gather", mask="heads", order="zigzag"),
+    Case(4, "ulysses", mask="heads", order="zigzag"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", quick(CASES, QUICK), ids=str)
 def test_it_equals_one_device(case):
     arrays = inputs(case)
     d_out = arrays.pop("d_out")
@@ -180,7 +199,7 @@ ON_ONE_DEVICE = [
 ]
 
 
-@pytest.mark.parametrize("case", ON_ONE_DEVICE, ids=str)
+@pytest.mark.parametrize("case", quick(ON_ONE_DEVICE, ON_ONE_DEVICE[:2]), ids=str)
 def test_without_the_axis_it_is_attention_on_one_device(case):
     arrays = inputs(case)
     d_out = arrays.pop("d_out")
@@ -190,7 +209,7 @@ def test_without_the_axis_it_is_attention_on_one_device(case):
     assert_equal(found, value_and_gradients(partial(reference, case), d_out, **arrays))
 
 
-@pytest.mark.parametrize("by", ["ring", "ulysses", "gather"])
+@pytest.mark.parametrize("by", quick(["ring", "ulysses", "gather"], ["ring"]))
 def test_bfloat16_differs_by_its_rounding(by):
     case = Case(4, by, dtype=jnp.bfloat16, kv_heads=2, block_size=5)
     arrays = inputs(case)
@@ -211,12 +230,14 @@ def test_a_query_without_keys_gives_zeros_and_no_gradient():
     assert_equal((out, d_q, d_k, d_v), expected)
 
 
-@pytest.mark.parametrize("by", ["ring", "gather"])
-@pytest.mark.parametrize(
-    "options", [{}, {"causal": False}, {"order": "zigzag"}, {"window": 30, "causal": False}]
-)
+LOOPS = [{}, {"causal": False}, {"order": "zigzag"}]
+LOOPS += [{"window": n, "causal": causal} for n in (20, 30) for causal in (True, False)]
+
+
+@pytest.mark.parametrize("by", quick(["ring", "gather"], ["ring"]))
+@pytest.mark.parametrize("options", quick(LOOPS, [LOOPS[-1]]))
 def test_a_loop_over_many_hops(by, options, monkeypatch):
-    monkeypatch.setattr(ring, "UNROLLED", 1)
+    monkeypatch.setattr(ring, "UNROLLED", 1)  # also of a window
     case = Case(8, by, tokens=6, **options)
     arrays = inputs(case)
     d_out = arrays.pop("d_out")
@@ -251,9 +272,15 @@ REMAT = {
 }
 
 
-@pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("remat", REMAT)
-@pytest.mark.parametrize("by", ["ring", "ulysses", "gather"])
+LAYERS = [
+    (by, remat, scanned)
+    for by in ("ring", "ulysses", "gather")
+    for remat in REMAT
+    for scanned in (False, True)
+]
+
+
+@pytest.mark.parametrize(("by", "remat", "scanned"), quick(LAYERS, [("ring", "named", True)]))
 def test_layers_with_remat_and_in_a_scan(by, remat, scanned):
     case = Case(4, by)
     rng = np.random.default_rng(1)

@@ -16,6 +16,7 @@ from gshard import sequence
 from gshard.analysis.hlo import read_program
 from gshard.sequence.ring import SAVED
 from tests.ahead_of_time import found_by
+from tests.tiers import quick
 
 P = jax.P
 BATCH, TOKENS, HEADS, KV_HEADS, FEATURES = 2, 48, 8, 2, 16
@@ -70,7 +71,7 @@ def assert_permutes(found: Any, hops: int, once: float) -> None:
     assert sent == count / hops * once
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", quick([2, 4, 8], [4]))
 def test_ring_sends_keys_and_values_one_hop_fewer_than_devices(devices):
     once = 2 * ROW * KV_HEADS * (devices - 1) / devices
     found = communicated(compiled(devices, backward=False))
@@ -81,7 +82,10 @@ def test_ring_sends_keys_and_values_one_hop_fewer_than_devices(devices):
     assert_permutes(found, devices - 1, once)
 
 
-@pytest.mark.parametrize(("window", "hops"), [(1, 0), (2, 1), (7, 1), (8, 2), (13, 2), (14, 3)])
+WINDOWS = [(1, 0), (2, 1), (7, 1), (8, 2), (13, 2), (14, 3)]  # with the hops that they reach
+
+
+@pytest.mark.parametrize(("window", "hops"), quick(WINDOWS, [(1, 0), (7, 1)]))
 def test_a_window_sends_to_as_many_devices_as_it_reaches(window, hops):
     """A slice has 6 tokens: 7 are the token itself and the 6 before it."""
     once = 2 * ROW * KV_HEADS / 8 * hops
@@ -99,7 +103,7 @@ def test_gather_receives_once_and_sends_gradients_home():
     assert found in ({"all-gather": (n, n * once)} for n in (1, 2))  # XLA:CPU reuses the first
 
 
-@pytest.mark.parametrize(("kv_heads", "sent"), [(8, 8), (4, 4), (2, 4), (1, 4)])
+@pytest.mark.parametrize(("kv_heads", "sent"), quick([(8, 8), (4, 4), (2, 4), (1, 4)], [(2, 4)]))
 def test_ulysses_sends_each_head_once_and_repeats_keys_as_little_as_it_can(kv_heads, sent):
     shapes = arrays(kv_heads=kv_heads)
     found = communicated(compiled(4, backward=False, by="ulysses", shapes=shapes))
@@ -107,6 +111,7 @@ def test_ulysses_sends_each_head_once_and_repeats_keys_as_little_as_it_can(kv_he
     assert found["all-to-all"][1] == (2 * HEADS + 2 * sent) * ROW / 4 * 3 / 4
 
 
+@pytest.mark.slow
 def test_remat_by_name_does_not_run_the_attention_again():
     policy = jax.checkpoint_policies.save_only_these_names(SAVED)
     named = communicated(compiled(4, True, partial(jax.checkpoint, policy=policy)))
@@ -135,6 +140,7 @@ def test_what_is_kept_does_not_grow_with_the_devices(by):
     assert {kept(devices, by) for devices in (2, 4, 8)} == {expected}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_temporary_memory_does_not_grow_with_the_devices(order):
     """With the same number of tokens on each device."""
@@ -148,6 +154,7 @@ def test_temporary_memory_does_not_grow_with_the_devices(order):
     assert temporary(8) <= 1.1 * few
 
 
+@pytest.mark.slow
 def test_scores_of_all_tokens_are_never_in_memory():
     """Blocks of 64 tokens need far less than the scores of 512 tokens, 16 MB."""
     shapes = arrays(tokens=1024)
