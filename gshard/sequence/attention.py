@@ -14,10 +14,12 @@ from gshard.sequence.blocks import Blocks, Masking
 from gshard.sequence.collectives import exchange, gather, size
 from gshard.sequence.order import Order, check_choice, check_halves, slices_in_order
 from gshard.sequence.ring import Inputs, Ring, attend_around
+from gshard.sequence.view import of_slices
 
 BY = ("ring", "ulysses", "gather")
 
 
+@of_slices({"q": 1, "k": 1, "v": 1, "mask": 2, "segment_ids": 1}, result=1)
 def attention(
     q: Any,
     k: Any,
@@ -80,7 +82,7 @@ def attention(
     devices = size(axis)
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     _check_arrays(q, k, v, devices)
-    check_halves(q.shape[1], devices, order)
+    check_halves(q.shape[1], devices, order, axis)
     if window is not None:
         check_integer("window", window, 1, " of tokens")
     if by == "ulysses":

@@ -9,6 +9,7 @@ from jax import lax
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
+from gshard.sequence.view import sees_full_sequences
 
 
 def size(axis: str = "sequence") -> int:
@@ -29,6 +30,8 @@ def size(axis: str = "sequence") -> int:
     """
     if not isinstance(axis, str):
         raise GShardError(f"axis={shown(axis)} must be the name of one mesh axis: 'sequence'.")
+    if sees_full_sequences(axis):
+        return 1
     try:
         return lax.axis_size(axis)
     except NameError:  # not inside of a `shard_map` over this axis

@@ -17,6 +17,7 @@ import numpy as np
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import check_integer, dimension, shown
 from gshard.sequence.collectives import index, rotate, size
+from gshard.sequence.view import of_slices, sees_full_sequences
 
 Order = Literal["contiguous", "zigzag"]
 ORDERS = ("contiguous", "zigzag")
@@ -30,9 +31,14 @@ def check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
         raise GShardError(f"{name}={shown(value)} is unknown: pass {words}.{hint}")
 
 
-def check_halves(length: int, devices: int, order: str) -> None:
+def check_halves(length: int, devices: int, order: str, axis: str) -> None:
     """Refuses an unknown order, and an odd slice that cannot hold two slices of the sequence."""
     check_choice("order", order, ORDERS)
+    if order == "zigzag" and sees_full_sequences(axis):
+        raise GShardError(
+            'order="zigzag" inside a step of gshard, whose losses see sequences in their own '
+            "order: leave it out, and do not reorder the batch."
+        )
     if order == "zigzag" and devices > 1 and length % 2:
         raise GShardError(
             f'order="zigzag" gives each device two slices of the sequence, but it has {length} '
@@ -75,7 +81,7 @@ def positions(x: Any, *, order: Order = "contiguous", axis: str = "sequence") ->
     """
     length = length_of(x) if np.ndim(x) else check_integer("x", x, 1, " of tokens")
     devices = size(axis)
-    check_halves(length, devices, order)
+    check_halves(length, devices, order, axis)
     return positions_of(index(axis), length, devices, order)
 
 
@@ -165,6 +171,7 @@ def _reordered(x: Any, devices: int, dim: int, *, back: bool) -> Any:
 # ---- neighbouring tokens ------------------------------------------------------------------------
 
 
+@of_slices({"tokens": 1}, result=1)
 def shift_left(
     tokens: Any, fill: Any = 0, *, order: Order = "contiguous", axis: str = "sequence"
 ) -> jax.Array:
@@ -194,6 +201,7 @@ def shift_left(
     return _shifted(tokens, fill, order, axis, left=True)
 
 
+@of_slices({"tokens": 1}, result=1)
 def shift_right(
     tokens: Any, fill: Any = 0, *, order: Order = "contiguous", axis: str = "sequence"
 ) -> jax.Array:
@@ -223,7 +231,7 @@ def shift_right(
 
 def _shifted(tokens: Any, fill: Any, order: str, axis: str, *, left: bool) -> jax.Array:
     length, devices, own = length_of(tokens, "tokens"), size(axis), index(axis)
-    check_halves(length, devices, order)
+    check_halves(length, devices, order, axis)
     tokens = jnp.asarray(tokens)
     if np.ndim(fill):
         raise GShardError(f"fill has shape {np.shape(fill)}: pass a scalar.")

@@ -18,6 +18,7 @@ from gshard._util.html import html_of
 from gshard._util.pytree import flatten, map_leaves
 from gshard._util.text import text_of, text_table
 from gshard._util.validation import shown
+from gshard.sharding.batch_specs import batch_specs
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import DEVICE, Layout, all_replicated
 from gshard.sharding.level import Level, LevelChoice
@@ -125,11 +126,27 @@ class Plan:
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Mesh axes that examples are sharded over, for `axis_name=` of a synchronized norm."""
-        return self.group.axes
+        return self.group.batch_axes
 
     @property
     def batch_spec(self) -> jax.P:
-        """The `PartitionSpec` of a batch: examples are sharded over all data axes."""
+        """The `PartitionSpec` of examples, on dimension 0; see `batch_specs` for sequences."""
+        return jax.P(self.group.batch_axes)
+
+    def batch_specs(self, batch: Any) -> Any:
+        """Returns the `PartitionSpec` of each array of a batch.
+
+        Examples are sharded over the data axes, and dimension 1 over the sequence axis of the mesh
+        if it has one.
+
+        Args:
+          batch: the global batch; shapes alone are read.
+        """
+        return batch_specs(batch, self.group)
+
+    @property
+    def device_spec(self) -> jax.P:
+        """The `PartitionSpec` of an array with one entry for each device of the data axes."""
         return jax.P(self.group.axes)
 
     @functools.cached_property
