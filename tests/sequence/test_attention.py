@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 
 from gshard import sequence
 from gshard.sequence import ring
+from gshard.sequence.attention import of_library
+from gshard.sequence.blocks import Masking
 from gshard.sequence.ring import SAVED
 from tests.tiers import quick
 
@@ -336,3 +338,38 @@ def test_another_name_of_the_axis():
     )  # fmt: skip
     found = value_and_gradients(run, d_out, **arrays)
     assert_equal(found, value_and_gradients(partial(reference, case), d_out, **arrays))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": False}, {"window": 5}, {"window": 5, "causal": False}, {"mask": "heads"}],
+)
+def test_the_function_of_jax_that_cudnn_is_reached_by(options):
+    """By its implementation for every platform: masks, windows and groups mean the same."""
+    case = Case(1, kv_heads=2, **options)
+    arrays = inputs(case)
+    d_out, mask = arrays.pop("d_out"), arrays.pop("mask", None)
+    masking = Masking(case.causal, case.window)
+    call = partial(of_library, mask=mask, masking=masking, scale=6**-0.5, implementation="xla")
+    plain = partial(reference, case, mask=mask)
+    found = value_and_gradients(call, d_out, **arrays)
+    assert_equal(found, value_and_gradients(plain, d_out, **arrays))
+
+
+def test_cudnn_is_called_for_the_heads_of_a_device():
+    case = Case(4, "ulysses", heads=8, kv_heads=2, dtype=jnp.bfloat16, tokens=16, features=(8, 8))
+    arrays = inputs(case)
+    del arrays["d_out"]
+    attend = partial(sequence.attention, causal=True, by="ulysses", implementation="cudnn")
+    try:
+        traced = str(jax.make_jaxpr(sharded(case, attend))(**arrays))
+    except RuntimeError as error:  # needs the packages, but no GPU
+        pytest.skip(str(error))
+    assert "dot_product_attention_fwd" in traced and "bf16[2,64,2,8]" in traced
+
+
+def test_blocks_of_a_long_sequence_grow():
+    """So that a table of all pairs of blocks stays small."""
+    long = jax.ShapeDtypeStruct((1, 2**20, 1, 4), jnp.bfloat16)
+    traced = jax.make_jaxpr(partial(sequence.attention, causal=True))(long, long, long)
+    assert max(x.size for x in traced.consts) <= 256 * 257

@@ -21,6 +21,7 @@ def x(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.zeros(shape, dtype)
 
 
+CUDNN = {"implementation": "cudnn", "by": "ulysses"}
 Q, K = x(2, 6, 4, 8), x(2, 6, 2, 8)
 
 WRONG = {
@@ -45,6 +46,16 @@ WRONG = {
     "shape of mask": (
         (Q, K, K), {"mask": x(2, 3, 6, 6, dtype=bool)},
         r"mask has shape \(2, 3, 6, 6\): it must be \(2 or 1, 4 or 1, 6, 6\)",
+    ),
+    "implementation": ((Q, K, K), {"implementation": "flash"}, "pass None or 'xla' or 'cudnn'"),
+    "cudnn by ring": ((Q, K, K), CUDNN | {"by": "ring"}, "cudnn\" needs by=\"ulysses\".*by='ring'"),
+    "cudnn of documents": (
+        (Q, K, K), CUDNN | {"segment_ids": x(2, 6, dtype=int)}, "cudnn\" takes no segment_ids",
+    ),
+    "cudnn of a window": ((Q, K, K), CUDNN | {"window": 3}, "window=3 only with causal=True"),
+    "cudnn in float32": ((Q, K, K), CUDNN, "bfloat16 or float16, and q has dtype float32: cast"),
+    "cudnn of wide values": (
+        [y.astype(jnp.bfloat16) for y in (Q, K, x(2, 6, 2, 9))], CUDNN, "v has 9 .*and q 8",
     ),
     "segments": ((Q, K, K), {"segment_ids": x(2, 6)}, r"segment_ids is float32 .*integers "),
     "shape of segments": ((Q, K, K), {"segment_ids": x(6, dtype=int)}, r"of shape \(6,\): it must"),
