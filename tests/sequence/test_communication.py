@@ -63,8 +63,8 @@ def communicated(program: Any) -> dict[str, tuple[int, float]]:
 def assert_permutes(found: Any, hops: int, once: float) -> None:
     """The gradient's permutes: keys in both passes, and their gradients.
 
-    XLA:CPU ignores optimization barriers, so it may reuse hops of the forward pass that are outside
-    of a loop. The programs for GPU and TPU are tested below.
+    XLA:CPU of JAX 0.10 ignores optimization barriers, so it reuses hops of the forward pass that
+    are outside of a loop. The programs for GPU and TPU are tested below.
     """
     count, sent = found["collective-permute"]
     assert 2 * hops <= count <= 3 * hops
@@ -78,7 +78,7 @@ def test_ring_sends_keys_and_values_one_hop_fewer_than_devices(devices):
     assert found == {"collective-permute": (devices - 1, once)}
     found = communicated(compiled(devices, backward=True))
     assert list(found) == ["collective-permute"]
-    assert 3 * (devices - 1) - found["collective-permute"][0] == 1  # the first hop is reused
+    assert 3 * (devices - 1) - found["collective-permute"][0] <= 1  # a first hop may be reused
     assert_permutes(found, devices - 1, once)
 
 
@@ -100,7 +100,7 @@ def test_gather_receives_once_and_sends_gradients_home():
     assert communicated(compiled(4, backward=False, by="gather")) == {"all-gather": (1, once)}
     found = communicated(compiled(4, backward=True, by="gather"))
     assert found.pop("reduce-scatter") == (1, once)
-    assert found in ({"all-gather": (n, n * once)} for n in (1, 2))  # XLA:CPU reuses the first
+    assert found in ({"all-gather": (n, n * once)} for n in (1, 2))  # XLA:CPU may reuse the first
 
 
 @pytest.mark.parametrize(("kv_heads", "sent"), quick([(8, 8), (4, 4), (2, 4), (1, 4)], [(2, 4)]))
