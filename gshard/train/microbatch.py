@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from gshard._util.errors import warn
 from gshard._util.pytree import flatten
+from gshard.sequence.order import Order
 from gshard.sharding.budget import resharding
 from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.plan import Plan
@@ -90,6 +91,7 @@ class MicroBatchLoss:
             loss, structure, options.has_aux, options.by_examples, self.is_global
         )
         self.group: Any = plan.group
+        self.sequence_order: Order = plan.sequence_order
         self.options: StepOptions = options
         self.scale: jax.Array | None = scale
         self.global_batch: GlobalBatch = GlobalBatch(
@@ -182,7 +184,9 @@ class MicroBatchLoss:
             if self.group.sequence == 1:
                 return of_sequences(*args)
             limit, divides = self.global_batch.limit, self.global_batch.batches > 1
-            sequences = Sequences(self.group, given.dims, limit, self.is_global)
+            sequences = Sequences(
+                self.group, given.dims, limit, self.is_global, self.sequence_order
+            )
             return sequences.share(of_sequences, trained, divides, *args)
 
         def form(*args: Any) -> Any:

@@ -85,7 +85,7 @@ def _check(given: Given, eqn: Any, of_examples: bool) -> None:
 
 
 @rule("ppermute", "psum", "psum_invariant", "pmax", "pmin", "pvary", "pcast")
-@partial_rule("psum", "psum_invariant", "pvary", "pcast")
+@partial_rule("psum", "psum_invariant", "ppermute", "all_gather", "pvary", "pcast")
 def over_model_axes(given: Given) -> Decision:
     """Inside a `shard_map` over other axes: each entry with the same entry of other devices."""
     return Decision(given.placements, given.placements)
@@ -96,4 +96,8 @@ def along_model_axes(given: Given) -> Decision | None:
     """Along another dimension than that of the examples."""
     place, params = given.placements[0], given.params
     along = params.get("all_gather_dimension", params.get("scatter_dimension"))
-    return given.all(place) if params["tiled"] and place.dim != along else None
+    if params["tiled"]:
+        return given.all(place) if place.dim != along else None
+    if given.eqn.primitive.name != "all_gather":
+        return None
+    return given.all(place, place.on(place.dim + (along <= place.dim)))  # a new dimension

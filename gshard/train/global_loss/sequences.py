@@ -17,7 +17,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from gshard.sequence.order import Order
 from gshard.sequence.view import full_sequences
 from gshard.sharding.mesh import Group
 from gshard.sharding.topology import SEQUENCE
@@ -25,6 +27,7 @@ from gshard.train.comm.collectives import group_index
 from gshard.train.global_loss.evaluator import GlobalEvaluator
 from gshard.train.global_loss.placement import REPLICATED
 from gshard.train.global_loss.shares import evaluate_loss, float_of, is_output, share_of
+from gshard.train.global_loss.transfers import needed_by
 from gshard.train.loss import Reduced, Weighted, has_reduction
 
 
@@ -36,6 +39,7 @@ class Sequences:
       dims: the dimension of each array of a batch that is sharded over the sequence axis.
       limit: bytes per device that one operation may all-gather; None for any number.
       of_global_batch: whether the function gets the examples of the whole batch.
+      order: which slices a device evaluates: `zigzag` are two, from both ends of a sequence.
     """
 
     def __init__(
@@ -44,9 +48,11 @@ class Sequences:
         dims: Sequence[int | None],
         limit: int | None,
         of_global_batch: bool,
+        order: Order,
     ):
         self.group, self.dims, self.limit = group, dims, limit
         self.batches = group.batch_shards if of_global_batch else 1
+        self.zigzag = order == "zigzag"
 
     def share(
         self, fun: Callable[..., Any], trained: int, divides: bool, *args: Any
@@ -66,7 +72,10 @@ class Sequences:
         def complete(x: Any) -> Any:
             return jax.tree.map(lambda value: evaluator.convert(value, REPLICATED), x)
 
-        return share, (weight, *(jax.tree.map(complete, x, is_leaf=is_output) for x in (aux, updates)))
+        return share, (
+            weight,
+            *(jax.tree.map(complete, x, is_leaf=is_output) for x in (aux, updates)),
+        )
 
     def complete(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `fun(params, non_trainable, batch)` as a function of the slices of a batch.
@@ -90,15 +99,46 @@ class Sequences:
     def _values(
         self, fun: Callable[..., Any], trained: int, params: list[Any], batch: Any, rng: Any
     ) -> tuple[GlobalEvaluator, Any]:
-        evaluator = GlobalEvaluator((SEQUENCE,), self.group.sequence, of_examples=False)
+        axes, size = (SEQUENCE,), self.group.sequence
+        evaluator = GlobalEvaluator(axes, size, of_examples=False, zigzag=self.zigzag)
+        if self.zigzag:
+            arrays, structure = jax.tree.flatten(batch)
+            pairs = zip(arrays, self.dims, strict=True)
+            batch = structure.unflatten(
+                x if d is None else _in_zigzag_order(x, d) for x, d in pairs
+            )
         evaluator.limit, evaluator.batches = self.limit, self.batches
 
         def seen_in_full(*args: Any) -> Any:
             with full_sequences(SEQUENCE):
                 return fun(*args)
 
-        given = (self.group, self.dims, trained, params, batch, rng)
+        outer = 2 if self.zigzag else 1
+        given = (self.group, self.dims, outer, trained, params, batch, rng)
         return evaluator, evaluate_loss(evaluator, seen_in_full, *given)
+
+
+def _in_zigzag_order(x: jax.Array, dim: int) -> jax.Array:
+    """Exchanges the halves of contiguous slices, so that each device has its two of zig-zag order.
+
+    Of 2S slices device i has 2i and 2i+1, and gets i and 2S-1-i: one is the first half of another
+    device, and one the second half.
+    """
+    size = lax.axis_size(SEQUENCE)
+    first, second = jnp.split(x, 2, dim)
+
+    def owner(piece: int) -> int:
+        return min(piece, 2 * size - 1 - piece)
+
+    with needed_by("sequence_order", "zigzag"):
+        of_first = lax.ppermute(first, SEQUENCE, [(i, owner(2 * i)) for i in range(size)])
+        of_second = lax.ppermute(second, SEQUENCE, [(i, owner(2 * i + 1)) for i in range(size)])
+    even = lax.axis_index(SEQUENCE) % 2 == 0  # slice i is a first half where i is even
+    return jnp.where(
+        even,
+        jnp.concatenate([of_first, of_second], dim),
+        jnp.concatenate([of_second, of_first], dim),
+    )
 
 
 def counted_once(tree: Any) -> Any:
