@@ -95,9 +95,10 @@ def over_model_axes(given: Given) -> Decision:
 def along_model_axes(given: Given) -> Decision | None:
     """Along another dimension than that of the examples."""
     place, params = given.placements[0], given.params
-    along = params.get("all_gather_dimension", params.get("scatter_dimension"))
+    gathers = given.eqn.primitive.name == "all_gather"
+    along: int = params["all_gather_dimension" if gathers else "scatter_dimension"]
     if params["tiled"]:
         return given.all(place) if place.dim != along else None
-    if given.eqn.primitive.name != "all_gather":
+    if not gathers:
         return None
     return given.all(place, place.on(place.dim + (along <= place.dim)))  # a new dimension
