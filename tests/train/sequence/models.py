@@ -105,9 +105,7 @@ REDUCED: dict[str, Any] = {
     "masked mean": lambda found, mask: (found * mask).sum() / mask.sum(),
     "weighted": lambda found, mask: gshard.Weighted((found * mask).sum(), mask.sum()),
     "root of the mean square": lambda found, mask: jnp.sqrt(jnp.square(found).mean()),
-    "mean of each sequence": lambda found, mask: (
-        ((found * mask).sum(1) / (1 + mask.sum(1))).mean()
-    ),
+    "mean of each sequence": lambda found, mask: ((found * mask).sum(1) / (1 + mask.sum(1))).mean(),
     "next tokens": lambda found, mask: found[:, 1:].mean(),
 }
 
