@@ -365,8 +365,8 @@ def levels_here(config: Config, command: str, doing: str) -> Iterator[tuple[str,
             f"gshard {command} needs {count} devices, and this process has {len(devices)}. Run it "
             "without gshard launch, or give --devices."
         )
-    options = {"replica": config.replica, "sequence": config.sequence}
-    mesh = make_mesh(**options, devices=devices[:count])
+    replica, sequence = config.replica, config.sequence
+    mesh = make_mesh(replica=replica, sequence=sequence, devices=devices[:count])
     setup = load_setup(config.model, config.arguments)
     with status("") as say:
         for level in config.levels:

@@ -112,7 +112,7 @@ class Attention(nn.Module):
 
     sizes: Sizes
     dtype: Any
-    attention: str
+    attention: str = "slices"
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array) -> Any:

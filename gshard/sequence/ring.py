@@ -108,7 +108,7 @@ class Inputs(NamedTuple):
 
     segments_BxSxk: jax.Array | None
     mask: jax.Array | None  # (B or 1, K or 1, G or 1, q, S, k)
-    own: Any = 0  # the index of this device
+    own: Any = None  # the index of this device, where it is needed
 
 
 def _attend_around(
@@ -124,8 +124,8 @@ def _attend_around(
 def _forward(
     ring: Ring, q_BxqxKxGxE: jax.Array, kv_BxkxKxF: jax.Array, inputs: Inputs
 ) -> tuple[jax.Array, Any]:
-    inputs = inputs._replace(own=jnp.asarray(index(ring.axis), jnp.int32))
     kept = q_BxqxKxGxE, kv_BxkxKxF, inputs
+    inputs = _with_own(ring, inputs)
     # Masks must depend on the queries: what does not change in a loop over layers, JAX computes
     # before it and keeps, and these are the masks of all blocks.
     q_BxqxKxGxE, inputs = _together((q_BxqxKxGxE, inputs))
@@ -166,6 +166,8 @@ def _forward(
 
 def _backward(ring: Ring, kept: Any, d_out_BxqxKxGxE: jax.Array) -> Any:
     # Together: a compiler may else reuse what the forward pass has received, and hold all of it.
+    q_BxqxKxGxE, kv_BxkxKxF, inputs, out, normaliser = kept
+    kept = q_BxqxKxGxE, kv_BxkxKxF, _with_own(ring, inputs), out, normaliser
     (q_BxqxKxGxE, kv_BxkxKxF, inputs, out, normaliser), d_out = _together((kept, d_out_BxqxKxGxE))
     mean = (out.astype(normaliser.dtype) * d_out.astype(normaliser.dtype)).sum(-1)
     queries = _queries(ring, q_BxqxKxGxE, inputs)
@@ -247,6 +249,10 @@ attend_around.defvjp(_forward, _backward)
 
 
 # ---- slices -------------------------------------------------------------------------------------
+
+
+def _with_own(ring: Ring, inputs: Inputs) -> Inputs:
+    return inputs._replace(own=jnp.asarray(index(ring.axis), jnp.int32))
 
 
 def _source(ring: Ring, inputs: Inputs, shift: Any) -> Any:
