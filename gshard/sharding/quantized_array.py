@@ -38,7 +38,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class QuantizedArray:
     """An array of the optimizer state in 8 bits; `decode()` returns its values.
 
@@ -61,6 +61,17 @@ class QuantizedArray:
     def shape(self) -> tuple[int, ...]:
         """Shape of the decoded array."""
         return tuple(self.codes.shape)
+
+    def __repr__(self) -> str:
+        sizes = list(getattr(self.codes, "shape", ()))
+        return (
+            f"QuantizedArray({self.dtype}{sizes} in 8 bits, in blocks along dimension {self.axis}; "
+            "decode() returns its values)"
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Returns the values on the host, for `np.asarray`."""
+        return np.asarray(jax.device_get(self).decode(), dtype)
 
     def decode(self) -> Any:
         """Returns the array, in NumPy where the codes are NumPy's."""

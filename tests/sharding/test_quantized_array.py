@@ -165,3 +165,13 @@ def test_dtypes_and_trees_are_kept():
     assert back["a"][0].dtype == jnp.bfloat16 and back["a"][1] == 4
     plain = {"a": x}
     assert encoded(plain, {"a": 0}) is plain
+
+
+def test_an_array_says_what_it_is_and_numpy_reads_its_values():
+    q = encode(values("signed", (7, 300)), 1, 1, "float32")
+    assert repr(q) == (
+        "QuantizedArray(float32[7, 300] in 8 bits, in blocks along dimension 1; decode() returns "
+        "its values)"
+    )
+    np.testing.assert_allclose(np.asarray(q), q.decode(), rtol=1e-6)
+    assert "QuantizedArray(float32[]" in repr(jax.tree.map(lambda x: None, q))

@@ -253,6 +253,16 @@ def test_a_skipped_step_keeps_every_code():
     jax.tree.map(np.testing.assert_array_equal, after.opt_state.inner, state.opt_state.inner)
 
 
+def test_a_state_with_other_moments_is_refused_with_what_to_do():
+    state, plan = sharded("os_g", adamw())
+    step = gshard.make_train_step(loss_fn, plan)
+    inner = decoded(state.opt_state.inner)
+    other = state.replace(opt_state=state.opt_state._replace(inner=inner))
+    with pytest.raises(gshard.GShardError, match=r"stored in 8 bits: state.tx.init\(state.params"):
+        step(other, batch(0))
+    step(state.replace(opt_state=state.tx.init(state.params)), batch(0))
+
+
 def test_an_own_loop_does_what_the_step_does():
     state, plan = sharded("os", adamw())
     new, _ = gshard.make_train_step(loss_fn, plan, donate=False)(state, batch(0))
