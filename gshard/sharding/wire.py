@@ -1,8 +1,8 @@
 """Decides which arrays collectives send quantized: the plan of `gather_dtype=`, `scatter_dtype=`.
 
-An array is quantized if it is floating and sharded, has at least `SMALLEST` elements, a float32 copy
-that the optimizer updates, and an unsharded dimension to make blocks along. Biases, norms and other
-small arrays are sent as they are: they are few bytes, and their rounding costs most.
+An array is quantized if it is floating and sharded, has at least `SMALLEST` elements, a float32
+copy that the optimizer updates, and an unsharded dimension to make blocks along. Biases, norms and
+other small arrays are sent as they are: they are few bytes, and their rounding costs most.
 """
 
 from __future__ import annotations
