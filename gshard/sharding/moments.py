@@ -21,7 +21,8 @@ _SQUARES = ("square", "abs", "exp")
 def no_moments(tx: optax.GradientTransformation, own: Any) -> dict[str, str]:
     """Says by path which arrays of an optimizer state are no moments, and why.
 
-    Moments begin with constants, and each update changes them. Schedule-free optimizers, Prodigy
+    Moments begin with constants, and each update changes them by gradients; a mean of parameters
+    over the steps, which is evaluated with, is changed by parameters alone. Schedule-free optimizers, Prodigy
     and Lookahead begin with copies of the parameters; L-BFGS keeps the last parameters and
     gradients, whose small differences it needs. So does a centered RMSprop: the square root of its
     second moment without the square of the first is not a number once rounding makes that negative.
@@ -43,9 +44,12 @@ def no_moments(tx: optax.GradientTransformation, own: Any) -> dict[str, str]:
     except Exception:  # the user's own code, which may need what is not there
         return found
     after = inputs_used(program.jaxpr)[-len(paths) or len(program.jaxpr.outvars) :]
+    grads = range(len(paths), len(paths) + len(jax.tree.leaves(own)))
     for i, (path, inputs) in enumerate(zip(paths, after, strict=True)):
         if i not in inputs:
             found.setdefault(path, "each update replaces it")
+        elif inputs.isdisjoint(grads):
+            found.setdefault(path, "no gradient changes it")
     moments = {i for i, x in enumerate(leaves) if x.ndim and is_floating(x.dtype)}
     for i in _under_roots(program.jaxpr, moments):
         found.setdefault(paths[i], "the optimizer takes the root of a difference of it")

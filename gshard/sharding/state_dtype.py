@@ -129,7 +129,7 @@ def quantized_state(
         reasons = [f"{path} ({reason})" for path, reason in kept.items()]
         warn(
             "state_dtype='int8' has no effect: the optimizer has no moments"
-            + (f" to store so: {some(reasons, most=3)}" if reasons else "")
+            + (f" that can be stored in 8 bits: {some(reasons, most=3)}" if reasons else "")
             + ". state_exceptions={pattern: 'int8'} chooses arrays by path."
         )
     return found, kept

@@ -154,9 +154,9 @@ def _refuse_mixed_axes(group: Group, nodes: Nodes, wire: Wire) -> None:
             count, size = nodes.count, len(nodes.of_device)
             raise GShardError(
                 f"{wire.named}: the shard axis {axis!r} has several devices of each of several "
-                "nodes, and gradients are quantized for one all-to-all over an axis. Over this one "
-                "it would send several times as much between nodes as a reduce-scatter in bfloat16 "
-                "does. Give the nodes an axis of their own: "
+                "nodes. Quantized gradients are exchanged by an all-to-all along each axis; along "
+                "this one it would send several times as many bytes between nodes as a "
+                "reduce-scatter in bfloat16. Give the nodes an axis of their own: "
                 f"gshard.make_mesh({{'node': {count}, 'local': {size // count}}}), or leave out "
                 "scatter_dtype=."
             )

@@ -107,6 +107,18 @@ def test_what_an_update_replaces_keeps_its_dtype():
         plan_of(optax.scale_by_lbfgs())
 
 
+def test_a_mean_of_parameters_keeps_its_dtype():
+    mean = optax.GradientTransformation(
+        lambda p: jax.tree.map(jnp.zeros_like, p),
+        lambda g, s, p=None: (g, jax.tree.map(lambda s, p: 0.9 * s + 0.1 * p, s, p)),
+    )
+    plan = plan_of(optax.chain(mean, optax.adam(1e-3)), {"": "int8"})
+    of_mean = {x.path for x in jax.tree.leaves(plan.opt_state[0]) if x.dtype == jnp.float32}
+    reasons = {plan.not_quantized.get(path) for path in of_mean}
+    assert of_mean and reasons == {"no gradient changes it"}
+    assert any("mu/Dense_0/kernel" in path for path in quantized(plan))
+
+
 CENTERED = {
     "alone": lambda: optax.rmsprop(1e-3, centered=True, momentum=0.9),
     "in a branch": lambda: optax.MultiSteps(optax.scale_by_stddev(), 4),
@@ -146,7 +158,7 @@ def test_a_request_without_effect_is_reported():
     ):
         plan_of(optax.sgd(0.1))
     tx = optax.masked(optax.adam(0.1), lambda p: {**jax.tree.map(lambda _: False, p), "wte": True})
-    with pytest.warns(gshard.GShardWarning, match=r"no moments to store so: .*an embedding"):
+    with pytest.warns(gshard.GShardWarning, match=r"no moments that can be stored in 8 bits: .*an embedding"):
         plan_of(tx)
 
 
