@@ -21,11 +21,13 @@ _SQUARES = ("square", "abs", "exp")
 def no_moments(tx: optax.GradientTransformation, own: Any) -> dict[str, str]:
     """Says by path which arrays of an optimizer state are no moments, and why.
 
-    Moments begin with constants, and each update changes them by gradients; a mean of parameters
-    over the steps, which is evaluated with, is changed by parameters alone. Schedule-free optimizers, Prodigy
-    and Lookahead begin with copies of the parameters; L-BFGS keeps the last parameters and
-    gradients, whose small differences it needs. So does a centered RMSprop: the square root of its
-    second moment without the square of the first is not a number once rounding makes that negative.
+    Moments begin with constants, and each update changes them by gradients. Other arrays are
+
+    * copies of the parameters (schedule-free optimizers, Prodigy, Lookahead), and means of them
+      over the steps;
+    * the last parameters and gradients, whose small differences L-BFGS needs;
+    * moments of a centered RMSprop, which takes the square root of the second without the square of
+      the first: rounding could make that negative.
 
     `own` are the abstract shards of the parameters that `tx` updates.
     """
