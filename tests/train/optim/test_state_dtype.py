@@ -239,7 +239,8 @@ def test_nnx_models_keep_codes_in_their_optimizer():
             jax.grad(lambda p: (nnx.merge(graph, p)(x) ** 2).mean())(p), state
         )
         p: Any = optax.apply_updates(p, updates)
-    np.testing.assert_allclose(pair[0].kernel[...], p["kernel"][...], atol=2e-3)
+    off = np.abs(np.asarray(pair[0].kernel[...] - p["kernel"][...]))
+    assert off.mean() <= 3e-4 and off.max() <= 4e-3  # of 3e-2 that an entry moves
 
 
 def test_a_skipped_step_keeps_every_code():
