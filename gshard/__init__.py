@@ -1,8 +1,8 @@
 """gshard: ZeRO data parallelism for JAX and Flax in one call.
 
-The public API is `__all__`, with the names of three modules: `gshard.distributed` (join and start
-processes), `gshard.paddle` and `gshard.pytorch` (the calls that Paddle's and PyTorch's
-users know).
+The public API is `__all__`, with the names of four modules: `gshard.distributed` (join and start
+processes), `gshard.sequence` (operations of models whose sequences are sharded), `gshard.paddle`
+and `gshard.pytorch` (the calls that Paddle's and PyTorch's users know).
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ __all__ = [
     "pytorch",
     "reduce_gradients",
     "save_safetensors",
+    "sequence",
     "shard_batch",
     "shard_train_state",
     "value_and_grad",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gshard.distributed as distributed
 import gshard.paddle as paddle
 import gshard.pytorch as pytorch
+import gshard.sequence as sequence
 from gshard._util.errors import (
     ArgumentTypeError,
     CallOrderError,

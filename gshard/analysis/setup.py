@@ -13,6 +13,7 @@ import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,7 @@ def batch_of(setup: TrainSetup, plan: Plan, choices: Choices) -> Any:
             "batch= of gshard.TrainSetup has no arrays. Give the batch that loss_fn takes, with at "
             "least one example."
         )
-    examples = plan.group.devices * choices.micro_batch_size * choices.micro_batches
-    sharding = NamedSharding(plan.mesh, plan.batch_spec)
+    examples = plan.group.batch_shards * choices.micro_batch_size * choices.micro_batches
 
     def with_examples(x: Any) -> jax.ShapeDtypeStruct:
         shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
@@ -148,9 +148,11 @@ def batch_of(setup: TrainSetup, plan: Plan, choices: Choices) -> Any:
                 f"{examples:,} examples of {shown(list(shape[1:]))} are too many for one array. "
                 "Give fewer devices, micro_batches= or micro_batch_size=."
             )
-        return jax.ShapeDtypeStruct((examples, *shape[1:]), dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct((examples, *shape[1:]), dtype)
 
-    return jax.tree.map(with_examples, setup.batch)
+    batch = jax.tree.map(with_examples, setup.batch)
+    shardings = jax.tree.map(partial(NamedSharding, plan.mesh), plan.batch_specs(batch))
+    return jax.tree.map(lambda x, s: x.update(sharding=s), batch, shardings)
 
 
 def batch_bytes(setup: TrainSetup, plan: Plan, choices: Choices) -> int:
@@ -158,7 +160,7 @@ def batch_bytes(setup: TrainSetup, plan: Plan, choices: Choices) -> int:
     if setup.batch is None:
         return 0
     leaves = jax.tree.leaves(batch_of(setup, plan, choices))
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves) // plan.group.devices
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSetup:
@@ -275,6 +277,7 @@ class Config:
     replica: int = 1
     choices: Choices = Choices()
     vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    sequence: int = 1
 
     def device_count(self) -> int:
         """The number of devices, which CONFIG or an option must give."""
@@ -348,6 +351,7 @@ def _config_of(values: dict[str, Any], where: str) -> Config:
         "devices",
         "target",
         "replica",
+        "sequence",
         *chosen,
     ]
     for key in values:
@@ -396,4 +400,5 @@ def _config_of(values: dict[str, Any], where: str) -> Config:
         check_integer("replica", values.get("replica", 1), 1, most=MOST),
         Choices(**{key: values[key] for key in chosen if key in values}),
         vary,
+        check_integer("sequence", values.get("sequence", 1), 1, most=MOST),
     )

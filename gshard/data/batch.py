@@ -1,7 +1,8 @@
 """Makes global batches: every process passes its own examples, which are put in sequence.
 
-Examples are sharded over all data axes of the mesh, contiguous on each device. A batch is any
-pytree; its arrays share their leading dimension, and scalars are replicated.
+Examples are sharded over the data axes of the mesh, contiguous on each device, and dimension 1 over
+its sequence axis. A batch is any pytree; its arrays share their leading dimension, and scalars are
+replicated.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from gshard._util.pytree import check_array, check_fits, flatten, subscript, why
 from gshard._util.validation import shown
 from gshard.data.consistency import compare_batches
 from gshard.distributed.agree import spans_processes
+from gshard.sharding.batch_specs import spec_of
 from gshard.sharding.plan import Plan
 
 
@@ -32,8 +34,9 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     the first call of a plan when all of them give the same data.
 
     Args:
-      batch: arrays with this process's examples in their leading dimension; with one process that
-        is the global batch. A jax array that already spans all devices of the mesh is kept.
+      batch: arrays with this process's examples in their leading dimension, with full sequences;
+        with one process that is the global batch. A jax array that already spans all devices of
+        the mesh is kept.
       plan: the plan of `shard_train_state`.
 
     Returns:
@@ -66,6 +69,7 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
             count = check_examples(local, local_positions(plan), 1)
             if any(placed):
                 _check_global_arrays(batch, placed, count, plan)
+        plan.sequence_dims(batch)
     except GShardError as error:
         fault = error
     # The others wait in a collective, so they get this process's error before it is raised.
@@ -82,41 +86,42 @@ def put_batch(batch: Any, plan: Plan, copy: bool = True) -> Any:
     With `copy=False` nobody else may write into the NumPy arrays: JAX on CPU may share their
     memory, which the caller of `shard_batch` might fill with the next batch.
     """
-    sharded = NamedSharding(plan.mesh, plan.batch_spec)
-    replicated = NamedSharding(plan.mesh, jax.P())
-    copy = copy and next(iter(sharded.device_set)).platform == "cpu"
+    dims = plan.sequence_dims(batch)
+    copy = copy and plan.group.platform == "cpu"
 
-    def put(x: Any) -> jax.Array:
+    def put(x: Any, dim: int | None) -> jax.Array:
+        sharded = NamedSharding(plan.mesh, spec_of(x, dim, plan.group))
         if _is_global(x, sharded):
             return x
         if not plan.mesh.is_multi_process:
             x = np.array(x) if copy and isinstance(x, np.ndarray) else x
-            return jax.device_put(x, sharded if np.ndim(x) else replicated)
+            return jax.device_put(x, sharded)
         x = np.array(x) if copy else np.asarray(x)
         if not x.ndim:
-            return jax.make_array_from_callback((), replicated, lambda _: x)
+            return jax.make_array_from_callback((), sharded, lambda _: x)
         # By index in the data group, since processes may have different numbers of devices.
         mine = sorted(positions_by_process(plan)[jax.process_index()])
         each = x.shape[0] // len(mine)
 
         def local_shard(index: Any) -> np.ndarray:
             first = mine.index((index[0].start or 0) // each) * each
-            return x[first : first + each]
+            return x[(slice(first, first + each), *index[1:])]
 
-        shape = (each * plan.group.devices, *x.shape[1:])
+        shape = (each * plan.group.batch_shards, *x.shape[1:])
         return jax.make_array_from_callback(shape, sharded, local_shard)
 
-    return jax.tree.map(put, batch)
+    leaves, structure = jax.tree.flatten(batch)
+    return structure.unflatten(map(put, leaves, dims))
 
 
 def local_positions(plan: Plan) -> int:
-    """Returns the number of indices of the data group for which this process has a device."""
+    """Returns the number of shards of the examples for which this process has a device."""
     return len(positions_by_process(plan).get(jax.process_index(), ()))
 
 
 def positions_by_process(plan: Plan) -> dict[int, set[int]]:
-    """Returns, by process, the indices of the data group for which it has a device."""
-    return _positions(NamedSharding(plan.mesh, plan.batch_spec), plan.group.devices)
+    """Returns, by process, the shards of the examples for which it has a device."""
+    return _positions(NamedSharding(plan.mesh, plan.batch_spec), plan.group.batch_shards)
 
 
 @functools.lru_cache(maxsize=64)  # every step calls it
@@ -166,7 +171,7 @@ def check_leaves(batch: Any, keys: bool = True) -> None:
 
 def _check_global_arrays(batch: Any, placed: list[bool], count: int, plan: Plan) -> None:
     """Compares the global arrays of a batch with this process's examples in the same tree."""
-    total = count // local_positions(plan) * plan.group.devices
+    total = count // local_positions(plan) * plan.group.batch_shards
     for path, x, is_placed in zip(*flatten(batch)[:2], placed, strict=True):
         if is_placed and x.ndim and x.shape[0] != total:
             raise GShardError(

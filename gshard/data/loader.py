@@ -108,7 +108,7 @@ class DataLoader:
             "drop_remainder": int(drop),
             "checksum": self._source.checksum,
         }
-        _check_sizes(self._source.length, size, drop, plan.group.devices, self._pads)
+        _check_sizes(self._source.length, size, drop, plan.group.batch_shards, self._pads)
         self._has_padding = self._pads and self._source.length % size > 0
         if self._pads:
             self._source.check_takes_mask()
@@ -145,7 +145,7 @@ class DataLoader:
           2
         """
         most = check_integer("examples_per_device", examples_per_device, 1)
-        each = self._settings["batch_size"] // self._plan.group.devices
+        each = self._settings["batch_size"] // self._plan.group.batch_shards
         return next(k for k in range(1, each + 1) if each % k == 0 and each // k <= most)
 
     def state_dict(self) -> dict[str, int]:
@@ -245,7 +245,7 @@ class DataLoader:
         epoch, position = at
         indices = self._indices(epoch, position)
         size = self._settings["batch_size"] if self._pads else indices.size
-        devices = self._plan.group.devices
+        devices = self._plan.group.batch_shards
         of_devices = np.resize(indices, size).reshape(devices, -1)  # repeated where it pads
         given = (np.arange(size) < indices.size).reshape(devices, -1)
         mine = sorted(positions_by_process(self._plan)[jax.process_index()])

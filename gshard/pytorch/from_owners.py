@@ -58,7 +58,7 @@ class FromOwners:
             for (dtype, _), size in ends.items():
                 self._lengths[dtype] = max(self._lengths.get(dtype, 0), size)
         self.elements: int = len(devices) * sum(self._lengths.values()) if rows else ends.total()
-        self._by_row = NamedSharding(plan.mesh, plan.batch_spec)
+        self._by_row = NamedSharding(plan.mesh, plan.device_spec)
         self._gather = jax.jit(self._from_rows)
         self._broadcast = jax.jit(self._from_each, static_argnums=0)
 
@@ -138,7 +138,7 @@ class FromOwners:
                 for x, owner, start in zip(self._leaves, self._owners, self._starts, strict=True)
             ]
 
-        return self._on_devices(on_device, self._plan.batch_spec, rows)
+        return self._on_devices(on_device, self._plan.device_spec, rows)
 
     def _on_devices(self, fun: Any, spec: Any, sent: list[jax.Array]) -> list[jax.Array]:
         return jax.shard_map(

@@ -6,6 +6,7 @@ Everything that reports a figure (tests, the demo, `audit`) calls `budget`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -22,7 +23,7 @@ from gshard._util.validation import check_integer, shown
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import Accumulate, check_accumulate
 from gshard.sharding.mesh import Group, Hop
-from gshard.sharding.nodes import Nodes, nodes_of
+from gshard.sharding.nodes import Nodes, nodes_of, sent_share
 from gshard.sharding.plan import Plan, UpdateProducts
 
 _UNSHARED_SHARE = 0.05  # of an optimizer's FLOP, from which a matrix is named
@@ -58,7 +59,10 @@ class Traffic:
 
 
 class LossTransfer(Protocol):
-    """A collective that a loss needs: `kind` is `gather`, or anything else for an all-reduce."""
+    """A collective that a loss needs, over `axes` if they are given.
+
+    `kind` is `gather`, HLO's name of a collective, or anything else for an all-reduce.
+    """
 
     @property
     def kind(self) -> str: ...  # noqa: D102
@@ -68,6 +72,10 @@ class LossTransfer(Protocol):
     def size(self) -> int: ...  # noqa: D102
     @property
     def times(self) -> int: ...  # noqa: D102
+    @property
+    def axes(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def pairs(self) -> tuple[tuple[int, ...], ...] | None: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -295,10 +303,12 @@ def _traffic(
 def _of_loss(
     transfer: LossTransfer, group: Group, micro_batches: int, nodes: Nodes
 ) -> tuple[str, str, bool, int, _Amounts]:
-    kind = "all-gather" if transfer.kind == "gather" else "all-reduce"
-    passes = 1 if kind == "all-gather" else 2
-    sent = passes * (group.devices - 1) * transfer.size // group.devices
-    network = nodes.network_share_over(kind, group.axes) * transfer.size
+    kind = {"gather": "all-gather"}.get(transfer.kind, transfer.kind)
+    kind = kind if "-" in kind else "all-reduce"
+    axes, sizes = transfer.axes or group.batch_axes, dict(nodes.axes)
+    n = math.prod(sizes[axis] for axis in axes)
+    sent = math.floor(sent_share(kind, n) * transfer.size)
+    network = nodes.network_share_over(kind, axes, transfer.pairs) * transfer.size
     amounts = transfer.elements, sent, network
     return kind, "loss", False, transfer.times * micro_batches, amounts
 

@@ -22,6 +22,7 @@ from gshard._util.errors import GShardError, did_you_mean, warn
 from gshard._util.validation import check_integer, dimension, names_of, shown
 from gshard.sharding.topology import (
     REPLICA,
+    SEQUENCE,
     SHARD,
     SHARD_AXES,
     arrange,
@@ -34,6 +35,7 @@ def make_mesh(
     shape: Mapping[str, int] | None = None,
     *,
     replica: int = 1,
+    sequence: int = 1,
     extra: Mapping[str, int] | None = None,
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> Mesh:
@@ -47,6 +49,9 @@ def make_mesh(
       replica: number of replicas of the sharded state (hybrid sharding). A `"replica"` axis of this
         size comes first: state is sharded within a replica, and gradients are summed over replicas.
         Replicas are on different nodes (hosts of GPUs, TPU slices) if there are enough.
+      sequence: number of devices that share the sequence of an example (sequence or context
+        parallelism). A `"sequence"` axis of this size comes after the others that gshard shards
+        over, so that its devices are adjacent. State is sharded over it as well (docs/sequence.md).
       extra: sizes of your own model-parallel axes by name, such as `{"model": 2}` for tensor
         parallelism. They come last, so that their devices are adjacent. gshard shards nothing over
         them.
@@ -64,33 +69,49 @@ def make_mesh(
       {'replica': 2, 'shard': 4}
       >>> gshard.make_mesh(extra={"model": 2}).axis_names
       ('shard', 'model')
+      >>> dict(gshard.make_mesh(sequence=4).shape)
+      {'shard': 2, 'sequence': 4}
     """
     with doing("make_mesh, for the devices of the other processes", waits=True):
         given = by_node(jax.devices()) if devices is None else devices_of("devices", devices)
     count = len(given)
     replica = check_integer("replica", replica, 1)
+    sequence = check_integer("sequence", sequence, 1)
     own = _axis_sizes("extra", extra, "extra={'model': 2}") if extra else {}
+    if SEQUENCE in own:
+        raise GShardError(
+            f"extra= has an axis {SEQUENCE!r}, over which gshard shards sequences and state; say "
+            f"sequence={own[SEQUENCE]} instead, or choose another name for an axis of your own."
+        )
     if taken := [axis for axis in own if axis in SHARD_AXES]:
         raise GShardError(
             f"extra= has an axis {taken[0]!r}, a name of gshard's shard axes. Choose another one."
         )
+    if sequence > 1 and shape is not None and SEQUENCE in shape:
+        raise GShardError(
+            f"shape={shown(shape)} has an axis {SEQUENCE!r} already: leave out sequence={sequence}."
+        )
+    model, own = own, ({SEQUENCE: sequence} if sequence > 1 else {}) | own
     if shape is None and (found := arrange(given, replica, own)) is not None:
         return _mesh(*found)
     if shape is None:
         needed = replica * math.prod(own.values())
         if count % needed:
-            what = f"replica={replica}" + (f" and extra={own} take {needed}, which" if own else "")
+            asked = [f"sequence={sequence}"] * (sequence > 1) + [f"extra={model}"] * bool(model)
+            what = " and ".join([f"replica={replica}", *asked])
+            what += f" take {needed}, which" if asked else ""
             raise GShardError(
                 f"{what} does not divide the {count} devices. Use a divisor of {count}, or pass "
                 f"devices= with a multiple of {needed}."
             )
         shape = {SHARD: count // needed}
     shape = _axis_sizes("shape", shape, str({SHARD: count}))
-    if own and set(shape) != {SHARD}:
+    if model and set(shape) != {SHARD}:
         raise GShardError(
-            f"extra={own} goes with one shard axis, named {SHARD!r}; shape= is {shape}. With axes "
-            f"of other names put all of them into shape=, gshard.make_mesh({shape | own}), and "
-            "name the axes to shard over: shard_train_state(..., shard_axes=...)."
+            f"extra={model} goes with one shard axis, named {SHARD!r}; shape= is {shape}. With "
+            "axes of other names put all of them into shape=, "
+            f"gshard.make_mesh({shape | own}), and name the axes to shard over: "
+            "shard_train_state(..., shard_axes=...)."
         )
     sizes = ({REPLICA: replica} if replica > 1 else {}) | shape | own
     needed = math.prod(sizes.values())
@@ -242,8 +263,23 @@ class Group:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All data axes; the examples of a batch are sharded over them in this order."""
+        """All data axes: gradients are summed over them."""
         return self.replica + self.shard
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The data axes that the examples of a batch are sharded over, in this order."""
+        return tuple(axis for axis in self.axes if axis != SEQUENCE)
+
+    @property
+    def sequence(self) -> int:
+        """Devices along the sequence axis; 1 without one."""
+        return dict(zip(self.shard, self.sizes, strict=True)).get(SEQUENCE, 1)
+
+    @property
+    def batch_shards(self) -> int:
+        """Into how many shards the examples of a batch are split."""
+        return self.devices // self.sequence
 
     @property
     def devices(self) -> int:
@@ -311,7 +347,8 @@ def data_group(
 
     By default the axis named `"replica"` is the replica axis, and those with the names of
     `make_mesh` (`"shard"`, ...) are the shard axes, those across nodes last; without one of these
-    all other axes are shard axes. The remaining axes are the user's model-parallel axes.
+    all other axes are shard axes. The remaining axes are the user's model-parallel axes. An axis
+    named `"sequence"` is always a shard axis.
     """
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise GShardError(f"mesh={shown(mesh)} is not a mesh. Make one with gshard.make_mesh().")
@@ -320,7 +357,8 @@ def data_group(
     if replica_axes is not None:
         replica = names_of("replica_axes", replica_axes)
     rest = tuple(n for n in names if n not in replica)
-    shard = tuple(n for n in rest if n in SHARD_AXES) or rest
+    named = tuple(n for n in rest if n in SHARD_AXES)
+    shard = named if set(named) - {SEQUENCE} else rest
     across: tuple[str, ...] = ()
     if isinstance(mesh, Mesh) and shard_axes is None:
         across = tuple(n for n in shard if crosses_nodes(mesh.devices, names.index(n)))
@@ -328,6 +366,12 @@ def data_group(
         shard = (*(n for n in shard if n not in across), *across)
     if shard_axes is not None:
         shard = names_of("shard_axes", shard_axes)
+        shard += (SEQUENCE,) * (SEQUENCE in rest and SEQUENCE not in shard)
+    if SEQUENCE in replica:
+        raise GShardError(
+            f"replica_axes={replica} has {SEQUENCE!r}, whose devices share the sequence of an "
+            "example, and the state with it. Leave it out, or call an axis of replicas otherwise."
+        )
     for argument, axes in (("shard_axes", shard), ("replica_axes", replica)):
         for axis in axes:
             if axis not in names:

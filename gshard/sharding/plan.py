@@ -18,6 +18,8 @@ from gshard._util.html import html_of
 from gshard._util.pytree import flatten, map_leaves
 from gshard._util.text import text_of, text_table
 from gshard._util.validation import shown
+from gshard.sequence.order import Order
+from gshard.sharding.batch_specs import sequence_dims, spec_of
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import DEVICE, Layout, all_replicated
 from gshard.sharding.level import Level, LevelChoice
@@ -96,6 +98,7 @@ class Plan:
       wrap: wraps the user's optimizer so that it follows a plan.
       not_quantized: with a `state_dtype`, why arrays of the optimizer state that belong to a
         parameter keep their dtype, by path.
+      sequence_order: which slices of a sequence a device computes, over a sequence axis.
 
     Example:
       >>> state, plan = gshard.shard_train_state(
@@ -121,15 +124,38 @@ class Plan:
     at_level: Callable[[LevelChoice], Plan]
     wrap: Callable[[Plan], ShardedTransformation]
     not_quantized: Mapping[str, str] = field(default_factory=dict)
+    sequence_order: Order = "contiguous"
 
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Mesh axes that examples are sharded over, for `axis_name=` of a synchronized norm."""
-        return self.group.axes
+        return self.group.batch_axes
 
     @property
     def batch_spec(self) -> jax.P:
-        """The `PartitionSpec` of a batch: examples are sharded over all data axes."""
+        """The `PartitionSpec` of examples, on dimension 0; see `batch_specs` for sequences."""
+        return jax.P(self.group.batch_axes)
+
+    def batch_specs(self, batch: Any) -> Any:
+        """Returns the `PartitionSpec` of each array of a batch.
+
+        Examples are sharded over the data axes, and dimension 1 over the sequence axis of the mesh
+        if it has one.
+
+        Args:
+          batch: the global batch; shapes alone are read.
+        """
+        leaves, structure = jax.tree.flatten(batch)
+        pairs = zip(leaves, self.sequence_dims(batch), strict=True)
+        return structure.unflatten(spec_of(x, dim, self.group) for x, dim in pairs)
+
+    def sequence_dims(self, batch: Any) -> list[int | None]:
+        """Returns the dimension of each array of a batch that the sequence axis shards, or None."""
+        return sequence_dims(batch, self.group, 2 if self.sequence_order == "zigzag" else 1)
+
+    @property
+    def device_spec(self) -> jax.P:
+        """The `PartitionSpec` of an array with one entry for each device of the data axes."""
         return jax.P(self.group.axes)
 
     @functools.cached_property

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-REPLICA, SHARD = "replica", "shard"
+REPLICA, SHARD, SEQUENCE = "replica", "shard", "sequence"
 _SLICE = f"{SHARD}_slice"
 _OF_TORUS = [f"{SHARD}_{name}" for name in "xyz"]
-SHARD_AXES = (SHARD, _SLICE, *_OF_TORUS)  # as `make_mesh` names them
+SHARD_AXES = (SHARD, _SLICE, *_OF_TORUS, SEQUENCE)  # as `make_mesh` names them
 
 
 def node_of(device: jax.Device | None) -> int:  # pyright: ignore[reportInvalidTypeForm]

@@ -69,7 +69,7 @@ class BatchNumbers:
             known, n, p = key[0] is not None, key[0] or 0, key[1]
             row = np.array([known, n, n * n, p, p * p], np.float32)
             rows = np.broadcast_to(row, (self._plan.group.devices, len(row)))
-            sharding = NamedSharding(self._plan.mesh, self._plan.batch_spec)
+            sharding = NamedSharding(self._plan.mesh, self._plan.device_spec)
             self._rows[key] = jax.make_array_from_callback(
                 rows.shape, sharding, lambda index: rows[index]
             )

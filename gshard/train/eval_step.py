@@ -20,6 +20,7 @@ from gshard.train.comm.collectives import reduce_scalar
 from gshard.train.comm.loop_order import in_loop_order
 from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
+from gshard.train.global_loss.sequences import Sequences
 from gshard.train.global_loss.shares import GlobalBatch
 from gshard.train.loss import (
     Weighted,
@@ -76,7 +77,8 @@ def make_eval_step(
 
     def run(parts: Components, batch: Any) -> Any:
         pure = plan.kind.loss(fn, (), parts.static)
-        examples = check_examples(batch, plan.group.devices, 1) // plan.group.devices
+        shards = plan.group.batch_shards
+        examples = check_examples(batch, shards, 1) // shards
         structure: list[Any] = []  # of what fn returned
 
         def outputs(params: Any, non_trainable: Any, batch: Any) -> Any:
@@ -89,10 +91,14 @@ def make_eval_step(
                     )
             return out
 
+        dims = plan.sequence_dims(batch)
+        sequences = Sequences(plan.group, dims, limit, is_global, plan.sequence_order)
         global_batch, per_example = GlobalBatch(plan.group, limit=limit), list[bool]()
 
         def of_global_batch(params: Any, non_trainable: Any, batch: Any) -> Any:
-            found, own = global_batch.outputs(outputs, (params, non_trainable), batch)
+            found, own = global_batch.outputs(
+                sequences.complete(outputs), (params, non_trainable), batch
+            )
             per_example[:] = own
             return found
 
@@ -107,7 +113,7 @@ def make_eval_step(
             return means, {i: plan.output(x) for i, (x, is_mean) in enumerate(found) if not is_mean}
 
         specs = (jax.P(), plan.batch_spec)
-        fun = of_global_batch if is_global else outputs
+        fun = of_global_batch if is_global else sequences.complete(outputs)
         means, arrays = evaluate_on_devices(fun, on_device, specs, parts, batch, plan)
         return jax.tree.unflatten(structure[-1], [x for _, x in sorted((means | arrays).items())])
 
@@ -171,13 +177,15 @@ def evaluate_on_devices(
 
         return on_device(evaluate, batch)
 
-    specs = jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch)
     mapped = jax.shard_map(
         in_loop_order(run, plan.group),
         mesh=plan.mesh,
-        in_specs=([x.data_spec for x in jax.tree.leaves((stored, layouts))], specs),
+        in_specs=(
+            [x.data_spec for x in jax.tree.leaves((stored, layouts))],
+            plan.batch_specs(batch),
+        ),
         out_specs=out_specs,
-        axis_names=set(plan.data_axes),
+        axis_names=set(plan.group.axes),
         check_vma=False,
     )
     return mapped([*jax.tree.leaves(parts.params), *more], batch)
@@ -185,12 +193,12 @@ def evaluate_on_devices(
 
 def _over_devices(x: Any, examples: int, plan: Plan) -> tuple[jax.Array, bool]:
     """Returns one device's output, averaged if it is a mean, and whether it is a mean."""
-    axes = plan.group.axes
+    axes, shards = plan.group.batch_axes, plan.group.batch_shards
     if has_reduction(x):
-        return reduce_sums(as_sums(x, jnp.float32(1)), plan.group.devices, axes), True
+        return reduce_sums(as_sums(x, jnp.float32(1)), shards, axes), True
     x = jnp.asarray(x)
     if not x.ndim and jnp.issubdtype(x.dtype, jnp.floating):
-        return reduce_scalar(x, axes) / plan.group.devices, True
+        return reduce_scalar(x, axes) / shards, True
     if x.ndim and x.shape[0] == examples:
         return x, False
     raise GShardError(

@@ -205,7 +205,7 @@ class GradientStage:
             return jax.tree.map(lambda x: x[None], own)
 
         (grads, value, weight, aux), updates = self._on_devices(
-            end, self.plan.batch_spec, how, parts, batch, rng, None, own_non_trainable
+            end, self.plan.device_spec, how, parts, batch, rng, None, own_non_trainable
         )
         grads = jax.tree.unflatten(jax.tree.structure(parts.params), grads)
         return LocalGradients(grads, value, weight, aux, how), updates
@@ -244,7 +244,8 @@ class GradientStage:
         layouts = non_trainable_layouts(shared, plan)
         all_layouts = {**layouts, **{k: all_replicated(x, group) for k, x in own_state.items()}}
         check_leaves(batch)  # in a user's own loop the batch need not come from shard_batch
-        check_examples(batch, group.devices, options.micro_batches)
+        check_examples(batch, group.batch_shards, options.micro_batches)
+        dims = plan.sequence_dims(batch)
         refuse_abstract(jax.tree.leaves(parts.params))
         _check_dtypes(parts.params, plan)
 
@@ -259,7 +260,7 @@ class GradientStage:
         ) -> Any:
             rng, step, seed = keys
             own_state = jax.tree.map(lambda x: x[0], own_state)
-            inputs = DeviceInputs(leaves, {**shared, **own_state}, all_layouts, batch, rng)
+            inputs = DeviceInputs(leaves, {**shared, **own_state}, all_layouts, batch, rng, dims)
 
             one = CheckedLoss(self.loss, structure, plan, options, accumulate, scale, step, seed)
             sum_before(one, inputs)
@@ -274,7 +275,7 @@ class GradientStage:
             finish = partial(reduce_micro_batch, plan=plan, accumulate=accumulate, options=options)
             total = sum_over_micro_batches(one, inputs, finish)
             one.refuse_unreached(self.name)
-            self.loss_transfers[:] = one.global_batch.transfers
+            self.loss_transfers[:] = one.transfers
             own = (total.grads, total.loss, total.weight, total.aux)
             numbers = jax.tree.map(lambda x: x[0], numbers)
             result = end(own, order=one.order, scale=scale, numbers=numbers, seed=seed)
@@ -295,17 +296,18 @@ class GradientStage:
             in_specs=(
                 [layout.data_spec for layout in stored],
                 jax.tree.map(lambda layout: layout.data_spec, layouts),
-                plan.batch_spec,
-                jax.tree.map(lambda x: plan.batch_spec if jnp.ndim(x) else jax.P(), batch),
+                plan.device_spec,
+                plan.batch_specs(batch),
                 jax.P(),
                 jax.P(),
-                plan.batch_spec,
+                plan.device_spec,
             ),
-            out_specs=(out_specs, jax.P() if own_non_trainable is None else plan.batch_spec),
-            axis_names=set(plan.data_axes),
+            out_specs=(out_specs, jax.P() if own_non_trainable is None else plan.device_spec),
+            axis_names=set(group.axes),
             check_vma=False,
         )
-        if plan.bytes_per_device["host"]:  # JAX fetches from the host only in compiled code
+        # JAX fetches from the host, and leaves model axes to XLA, only in compiled code
+        if plan.bytes_per_device["host"] or group.model_axes:
             mapped = jax.jit(mapped)
         found, updates = mapped(
             jax.tree.leaves(parts.params),

@@ -36,6 +36,7 @@ from gshard._util.jaxpr import (
 from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import group_index, reduce_scalar
 from gshard.train.eval_step import evaluate_on_devices
+from gshard.train.global_loss.sequences import Sequences
 from gshard.train.loss import Weighted
 from gshard.train.options import TrainStepOptions
 from gshard.train_state import Components, PureLoss
@@ -61,7 +62,7 @@ def check_mean(
     loss: PureLoss, parts: Components, batch: Any, options: TrainStepOptions, plan: Plan
 ) -> None:
     """Warns if the loss is not a mean over examples; a loss that cannot be checked passes."""
-    devices, k = plan.group.devices, options.micro_batches
+    devices, k = plan.group.batch_shards, options.micro_batches
     examples = next(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)) // devices
     count = min(examples // k, _MOST) // 2 * 2
     parts = dataclasses.replace(parts, opt_state=None, step=None)
@@ -116,7 +117,7 @@ def check_mean(
         worst = jnp.where(jnp.isfinite(single), jnp.maximum(off, grows), jnp.inf)
         worst = jnp.where(jnp.isfinite(together), worst, 0)
         other = jnp.where(grows > off, halves, single)
-        axes = plan.group.axes
+        axes = plan.group.batch_axes
         most = reduce_scalar(worst, axes, "max")
         mine = group_index(axes)
         chosen = reduce_scalar(jnp.where(worst == most, mine, devices), axes, "min")
@@ -126,7 +127,9 @@ def check_mean(
     try:
         with warnings.catch_warnings():  # the step itself gives these warnings
             warnings.simplefilter("ignore")
-            run = partial(evaluate_on_devices, without_draws, on_device, jax.P(), plan=plan)
+            dims, order = plan.sequence_dims(batch), plan.sequence_order
+            fun = Sequences(plan.group, dims, None, False, order).complete(without_draws)
+            run = partial(evaluate_on_devices, fun, on_device, jax.P(), plan=plan)
             traced = jax.jit(run).trace(parts, batch)
     except Exception:  # the loss does not take such a batch, or the step will report the error
         return

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 
 from gshard._util.errors import warn
 from gshard._util.pytree import flatten
+from gshard.sequence.order import Order
 from gshard.sharding.budget import resharding
 from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.plan import Plan
+from gshard.sharding.topology import SEQUENCE
 from gshard.train.comm.buckets import keep_dimension_order
 from gshard.train.comm.collectives import group_index, reduce_scalar
 from gshard.train.comm.quantized import fold
@@ -21,7 +23,9 @@ from gshard.train.comm.reduce import accumulation_layouts
 from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
 from gshard.train.fsdp.lazy_param import gathered
+from gshard.train.global_loss.sequences import Sequences, counted_once
 from gshard.train.global_loss.shares import GlobalBatch
+from gshard.train.global_loss.transfers import Transfer, transfers_over
 from gshard.train.loss import NormalizedLoss, add_sums, as_sums, neutral_sums
 from gshard.train.non_trainable import all_gather_tree, non_trainable_uses, split_sharded
 from gshard.train.options import StepOptions, most_gathered
@@ -43,13 +47,18 @@ class MicroBatchSums:
 
 
 class DeviceInputs(NamedTuple):
-    """What one device computes its loss from; `layouts` are those of its non-trainable state."""
+    """What one device computes its loss from.
+
+    `layouts` are those of its non-trainable state, `dims` the dimensions of the arrays of the batch
+    that are sharded over a sequence axis.
+    """
 
     leaves: list[jax.Array]
     non_trainable: dict[str, Any]
     layouts: dict[str, Any]
     batch: Any
     rng: Any
+    dims: Sequence[int | None] = ()
 
 
 class NothingToSumError(Exception):
@@ -82,6 +91,7 @@ class MicroBatchLoss:
             loss, structure, options.has_aux, options.by_examples, self.is_global
         )
         self.group: Any = plan.group
+        self.sequence_order: Order = plan.sequence_order
         self.options: StepOptions = options
         self.scale: jax.Array | None = scale
         self.global_batch: GlobalBatch = GlobalBatch(
@@ -89,7 +99,8 @@ class MicroBatchLoss:
             *((k, 1) if self.adds_updates else (1, k)),
             limit=most_gathered(plan, options.gather_limit),
         )
-        self.device: jax.Array = group_index(plan.group.axes)
+        self.sequence_transfers: list[Transfer] = []
+        self.device: jax.Array = group_index(plan.group.batch_axes)
         self.stored: list[Any] = jax.tree.leaves(plan.params)
         self.targets: list[Layout] = accumulation_layouts(plan, accumulate)
         self.reshard: bool | int = resharding(plan, options.reshard_after_forward)
@@ -107,6 +118,9 @@ class MicroBatchLoss:
             (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
             # The leaf that is used first gets its gradient last.
             self.order = [i for i in reversed(scope.order) if i < len(self.uses)]
+        if self.group.sequence > 1:
+            aux, sums = counted_once(aux), self.adds_updates
+            updates = counted_once(updates) if sums else updates
         if not self.is_global or self.options.micro_batches > 1:
             refuse_keys(updates, self.raw_keys)
         grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
@@ -134,6 +148,11 @@ class MicroBatchLoss:
             raise NothingToSumError
         return found
 
+    @property
+    def transfers(self) -> list[Transfer]:
+        """What the loss communicates in its forward pass, after the first call."""
+        return [*self.global_batch.transfers, *self.sequence_transfers]
+
     def _scope(self, seed: jax.Array | None = None) -> GatherScope:
         return GatherScope(not self.options.prefetch, self.options.bucket_size, seed=seed)
 
@@ -158,8 +177,17 @@ class MicroBatchLoss:
 
         trained = len(leaves) + len(more) if overwritten else n
 
-        def of_examples(leaves: list[jax.Array], batch: Any, rng: Any) -> Any:
+        def of_sequences(leaves: list[jax.Array], batch: Any, rng: Any) -> Any:
             return self.form(leaves[:n], jax.tree.unflatten(structure, leaves[n:]), batch, rng)
+
+        def of_examples(*args: Any) -> Any:
+            if self.group.sequence == 1:
+                return of_sequences(*args)
+            limit, divides = self.global_batch.limit, self.global_batch.batches > 1
+            sequences = Sequences(
+                self.group, given.dims, limit, self.is_global, self.sequence_order
+            )
+            return sequences.share(of_sequences, trained, divides, *args)
 
         def form(*args: Any) -> Any:
             if not self.is_global:
@@ -170,6 +198,8 @@ class MicroBatchLoss:
 
         def prepare(jaxpr: Any, inputs: list[Any], trace: Callable[..., Any]) -> list[Any]:
             paths = dict(enumerate(names, n))  # by position among the inputs
+            if self.group.sequence > 1:
+                self.sequence_transfers = transfers_over(SEQUENCE, jaxpr)
             return self._keys(
                 draws_of(jaxpr), paths, inputs, lambda b: trace(b, rng), batch, numbers
             )
@@ -215,7 +245,7 @@ class MicroBatchLoss:
         first = len(self.uses)
         folded = {DEVICE, *range(first, len(inputs))} - (unsigned - draws.raw)
         alike = draws.without(folded)
-        alone = self.group.devices * self.options.micro_batches == 1
+        alone = self.group.batch_shards * self.options.micro_batches == 1
         if self.warned or not alike or alone or self.is_global:
             return inputs
         try:  # what does not grow with the examples is the same on one device
@@ -269,7 +299,8 @@ def sum_over_micro_batches(
         now = _keep_dimension_orders(non_trainable_with(now), layouts)
         if not one.adds_updates:  # a micro-batch begins with what the one before it changed
             now = {**now, **total.updates}
-        new = one(DeviceInputs(leaves, now, layouts, micro_batch(arrays), given.rng), i)
+        batch = micro_batch(arrays)
+        new = one(DeviceInputs(leaves, now, layouts, batch, given.rng, given.dims), i)
         return MicroBatchSums(
             jax.tree.map(jnp.add, total.grads, finish(new.grads)),
             total.loss + new.loss,
@@ -296,7 +327,8 @@ def sum_before(one: MicroBatchLoss, given: DeviceInputs) -> None:
     batch = one.global_batch
     while batch.micro_batches > 1:
         try:
-            batch.known.append(reduce_scalar(_sum(one.next_sum, one, given), one.group.axes))
+            partial = _sum(one.next_sum, one, given)
+            batch.known.append(reduce_scalar(partial, one.group.batch_axes))
         except NothingToSumError:
             return
 

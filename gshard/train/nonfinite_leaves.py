@@ -27,7 +27,7 @@ def watch_of(plan: Plan, most: int | None) -> Watch:
 
 def flags_sharding(plan: Plan) -> NamedSharding:
     """The sharding of the flags, booleans (devices, parameters): each device has its own row."""
-    return NamedSharding(plan.mesh, jax.P((*plan.data_axes, *dict(plan.group.model_axes))))
+    return NamedSharding(plan.mesh, jax.P((*plan.group.axes, *dict(plan.group.model_axes))))
 
 
 def describe(plan: Plan, flags: jax.Array, everywhere: bool = True) -> str:

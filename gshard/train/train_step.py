@@ -324,7 +324,7 @@ class TrainStep:
     def _place(self, batch: Any) -> Any:
         """Returns the global batch after checking its examples, before anything is compiled."""
         batch = shard_batch(batch, self.plan)
-        check_examples(batch, self.plan.group.devices, self.options.micro_batches)
+        check_examples(batch, self.plan.group.batch_shards, self.options.micro_batches)
         return batch
 
     def _run(

@@ -215,8 +215,8 @@ def _on_devices(end: Callable[[Any], Any], given: Any, out_specs: Any, plan: Pla
     return jax.shard_map(
         lambda own: end(jax.tree.map(lambda x: x[0], own)),
         mesh=plan.mesh,
-        in_specs=(plan.batch_spec,),
+        in_specs=(plan.device_spec,),
         out_specs=out_specs,
-        axis_names=set(plan.data_axes),
+        axis_names=set(plan.group.axes),
         check_vma=False,
     )(given)

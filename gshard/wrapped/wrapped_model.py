@@ -273,7 +273,7 @@ def _placed(x: Any, plan: Plan, rows: int) -> jax.Array:
     if spans_processes(plan):  # also without a row, which is refused on all of them
         is_batch = bool(x.ndim) and x.shape[0] == rows
     else:
-        is_batch = bool(x.ndim and x.shape[0]) and x.shape[0] % plan.group.devices == 0
+        is_batch = bool(x.ndim and x.shape[0]) and x.shape[0] % plan.group.batch_shards == 0
     if is_batch:
         return shard_batch(x, plan)
     try:

@@ -250,8 +250,7 @@ def device_program(traced: jax.stages.Traced, plan: Plan, platform: str) -> Trac
     """Returns a traced step as the program of one device."""
     (leaves, batch, rng, _), _ = traced.in_avals  # pyright: ignore[reportAttributeAccessIssue]
     shardings: list[Any] = [x.sharding for x in jax.tree.leaves(plan.abstract_components())]
-    rows = plan.sharding().update(spec=plan.batch_spec)
-    shardings += [rows if x.shape else None for x in jax.tree.leaves(batch)]
+    shardings += [plan.sharding().update(spec=x) for x in jax.tree.leaves(plan.batch_specs(batch))]
     shardings += [None for _ in jax.tree.leaves(rng)]
     program = program_of(traced.jaxpr, shardings, platform != "cpu" or NEW_CPU, platform)
     if 0 in traced.donate_argnums:  # pyright: ignore[reportAttributeAccessIssue]

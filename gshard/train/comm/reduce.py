@@ -51,7 +51,7 @@ def reduce_micro_batch(
 def reduce_out_specs(plan: Plan) -> tuple[Any, ...]:
     """Returns the `out_specs` of the results of `reduce`."""
     specs = [layout.data_spec for layout in jax.tree.leaves(plan.grads)]
-    return specs, jax.P(), jax.P(), jax.P(), jax.P(), jax.P(), plan.batch_spec
+    return specs, jax.P(), jax.P(), jax.P(), jax.P(), jax.P(), plan.device_spec
 
 
 def reduce(

@@ -21,6 +21,7 @@ from gshard._util.custom_calls import CUSTOM, inputs_like, rebuilt
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import user_line, with_inner
 from gshard.sharding.mesh import entry_axes
+from gshard.sharding.topology import SEQUENCE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Change:
     Attributes:
       axes: the data axes.
       mesh: in the context of the `shard_map` over them.
-      unbound: names that stand for all data axes.
+      unbound: names that stand for the axes of the examples.
       moved: whether the loss was traced in another mesh.
       hints: whether functions with their own derivative may have hints in it.
     """
@@ -40,6 +41,11 @@ class Change:
     unbound: frozenset[str]
     moved: bool
     hints: bool = False
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """The data axes that examples are sharded over."""
+        return tuple(axis for axis in self.axes if axis != SEQUENCE)
 
     def __call__(self, jaxpr: Any) -> Any:
         """Returns a jaxpr, which is not closed, with changed equations.
@@ -77,11 +83,11 @@ class Change:
                 return None
             params |= {"sharding": self._here(spec), "context_mesh": self.mesh}
         else:
-            if eqn.primitive.name == "axis_index" and len(self.axes) > 1:
+            if eqn.primitive.name == "axis_index" and len(self.examples) > 1:
                 raise GShardError(
                     f"the loss takes its index along {_names(eqn)[0]!r}"
                     f"{bracketed(user_line(eqn))}, and the mesh has several data axes: use "
-                    f"jax.lax.axis_index({self.axes})."
+                    f"jax.lax.axis_index({self.examples})."
                 )
             params |= {k: self._bound(params[k]) for k in ("axes", "axis_name") if k in params}
         return eqn.replace(params=params)
@@ -90,7 +96,7 @@ class Change:
         """Returns an effect of a jaxpr, for every axis that its name stands for."""
         if getattr(effect, "name", None) not in self.unbound:
             return [effect]
-        return [dataclasses.replace(effect, name=axis) for axis in self.axes]
+        return [dataclasses.replace(effect, name=axis) for axis in self.examples]
 
     def inside(self, eqn: Any) -> Change:
         """Returns the change of the equation's inner jaxprs."""
@@ -122,9 +128,9 @@ class Change:
 
     def _bound(self, names: Any) -> Any:
         if not isinstance(names, (tuple, list)):
-            several = self.axes if len(self.axes) > 1 else next(iter(self.axes))
+            several = self.examples if len(self.examples) > 1 else next(iter(self.examples))
             return several if names in self.unbound else names
-        every = [self.axes if name in self.unbound else (name,) for name in names]
+        every = [self.examples if name in self.unbound else (name,) for name in names]
         return tuple(name for several in every for name in several)
 
     def _check_shard_map(self, eqn: Any, outer: Any) -> None:

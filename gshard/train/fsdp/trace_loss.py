@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from gshard._util.errors import GShardError, warn
 from gshard._util.jaxpr import abstract_like, is_library
+from gshard.sharding.topology import SEQUENCE
 from gshard.train.fsdp.constraints import Change, bracketed, shard_map_error
 
 _ABOUT_MESHES = re.compile(
@@ -35,7 +36,7 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
     """Returns the jaxpr of `fun(*args)` and its constants, and the shapes of its results.
 
     Runs inside a `shard_map` over the data axes `axes`. An axis name that nothing binds, such as
-    that of a `BatchNorm(axis_name="batch")`, stands for all of them.
+    that of a `BatchNorm(axis_name="batch")`, stands for those of the examples.
     """
     here = jax.sharding.get_abstract_mesh()
     model_axes = [name for name in here.axis_names if name not in axes]
@@ -57,8 +58,9 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
             name = _UNBOUND.search(str(error))
             if name is None or name[1] in unbound:
                 raise
-            unbound[name[1]] = math.prod(sizes[axis] for axis in axes)
-            _warn_of_unbound(name[1], axes, _line_of(error))
+            examples = [axis for axis in axes if axis != SEQUENCE]
+            unbound[name[1]] = math.prod(sizes[axis] for axis in examples)
+            _warn_of_unbound(name[1], examples, _line_of(error))
         except (ValueError, RuntimeError) as error:
             if isinstance(error, GShardError):
                 raise

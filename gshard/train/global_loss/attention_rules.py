@@ -17,6 +17,8 @@ def cudnn_attention(given: Given) -> Decision | None:
     Operands that a call does not have are empty. Packed sequences and pages mix examples, and
     dropout draws by their position on the device.
     """
+    if not given.evaluator.of_examples:
+        return None
     examples, place = given.shapes[0][0], sharded(0)
     packed = any(math.prod(shape) for shape in given.shapes[_OF_PACKED])
     # newer kernels may also take a function of the scores, with operands of its own

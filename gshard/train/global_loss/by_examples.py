@@ -114,7 +114,9 @@ def is_by_examples(eqn: Any) -> bool:
 
 @rule(JIT)
 def _called(given: Given) -> Decision:
-    """Every device calls the function with its own examples."""
+    """Every device calls the function with its own examples, and with their full sequences."""
+    if not given.evaluator.of_examples:
+        return given.all(REPLICATED)
     call = _calls[given.params["name"]]
     if len(given.placements) != len(call.mapped):
         raise GShardError(

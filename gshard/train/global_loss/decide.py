@@ -17,6 +17,7 @@ from gshard.train.global_loss.own_collectives import (
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, size_in_bytes
 from gshard.train.global_loss.positions import Positions, of_literal, positions_of
 from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Evaluator, Given
+from gshard.train.global_loss.sequence_calls import decide_sequence_call, sequence_call
 
 _CALLS = (JIT, "closed_call", "core_call")
 _KEEP_PARTIAL = ("scan", "cond", "checkpoint", "remat2")  # they decide about their bodies
@@ -24,7 +25,8 @@ _KEEP_PARTIAL = ("scan", "cond", "checkpoint", "remat2")  # they decide about th
 
 def is_inlined(eqn: Any) -> bool:
     """Whether an equation only calls a body, equation by equation."""
-    return eqn.primitive.name in _CALLS and not is_by_examples(eqn)
+    special = is_by_examples(eqn) or sequence_call(eqn) is not None
+    return eqn.primitive.name in _CALLS and not special
 
 
 def decide(
@@ -45,6 +47,9 @@ def _decide(given: Given) -> Decision:
     if is_own_collective(given.eqn, given.evaluator.axes):
         check_own_collective(given)
         return given.all(REPLICATED)
+    call = sequence_call(given.eqn)
+    if call is not None and (found := decide_sequence_call(given, call)) is not None:
+        return found
     for attempt in _attempts(given):
         found = _by_rule(attempt)
         if found is not None:

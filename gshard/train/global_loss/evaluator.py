@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ import numpy as np
 from jax import core as jax_core
 
 from gshard._util.errors import GShardError
-from gshard._util.jaxpr import bind, body_of, evaluate, in_scope, user_line
+from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope, user_line
+from gshard.sequence.view import called_name
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.examples import gather_examples, sum_partial
 from gshard.train.global_loss import (  # noqa: F401  the imports register the rules
@@ -43,7 +45,7 @@ from gshard.train.global_loss.placement import (
 from gshard.train.global_loss.positions import of_literal, positions_of
 from gshard.train.global_loss.registry import Decision
 from gshard.train.global_loss.shape_rules import acts_by_entry
-from gshard.train.global_loss.transfers import Transfer
+from gshard.train.global_loss.transfers import Transfer, needed_by
 from gshard.train.global_loss.value import Value
 
 _FROM_NOTHING = ("iota", "broadcast_in_dim", "random_bits")
@@ -75,14 +77,23 @@ class GlobalEvaluator:
       limit: bytes that one operation may all-gather; None for any number.
       statistics: whether functions with a derivative return statistics of a micro-batch as one, of
         which gshard takes the largest (fp8).
+      of_examples: whether the parts are of the examples, and not of their sequences.
+      batches: how many devices share the examples of the traced values.
     """
 
     def __init__(
-        self, axes: Sequence[str], devices: int, micro_batches: int = 1, micro_batch: Any = 0
+        self,
+        axes: Sequence[str],
+        devices: int,
+        micro_batches: int = 1,
+        micro_batch: Any = 0,
+        of_examples: bool = True,
+        zigzag: bool = False,
     ):
         self.axes, self.micro_batches = tuple(axes), micro_batches
+        self.of_examples, self.batches = of_examples, 1
         index = group_index(self.axes) * micro_batches + micro_batch
-        self.partition = Partition(devices * micro_batches, index)
+        self.partition = Partition(devices * micro_batches, index, zigzag)
         self.transfers, self.gathers = list[Transfer](), 0
         self.known, self.collects = list[jax.Array](), False
         self.limit: int | None = None
@@ -158,7 +169,7 @@ class GlobalEvaluator:
             placed = zip(values, decision.operands, strict=True)
             arrays = [self.convert(x, place, eqn) for x, place in placed]
             if decision.run is not None:
-                with self._called_by(eqn):
+                with self._called_by(eqn), self._named(eqn):
                     results = decision.run(arrays)
             else:
                 results = bind(eqn, arrays, **decision.params)
@@ -243,13 +254,15 @@ class GlobalEvaluator:
         if self.micro_batches > 1:
             return self._sum_of_micro_batches(value, eqn)
         self.record(kind, value.aval, eqn)
-        if kind == "sum":
-            return sum_partial(jnp.asarray(value.array), self.axes)
-        x, place = value.array, value.placement
-        if is_key(x):
-            data = gather_examples(jax.random.key_data(x), place.dim, place.outer, self.axes)
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return gather_examples(x, place.dim, place.outer, self.axes)
+        with self._named(eqn):
+            if kind == "sum":
+                return sum_partial(jnp.asarray(value.array), self.axes)
+            x, place = value.array, value.placement
+            how = (place.dim, place.outer, self.axes, self.partition.zigzag)
+            if is_key(x):
+                data = gather_examples(jax.random.key_data(x), *how)
+                return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+            return gather_examples(x, *how)
 
     def _sum_of_micro_batches(self, value: Value, eqn: Any) -> Any:
         """Returns a sum over all micro-batches, which a pass before this one has computed."""
@@ -309,7 +322,7 @@ class GlobalEvaluator:
         It may not close over the other index.
         """
         before = self.partition, self._takes_statistics
-        self.partition = Partition(self.partition.parts, index)
+        self.partition = replace(self.partition, index=index)
         self._takes_statistics = self.statistics
         try:
             with self._called_by(eqn):
@@ -323,15 +336,30 @@ class GlobalEvaluator:
         """Notes a collective that the loss needs."""
         name = "result" if eqn is None else eqn.primitive.name
         size = size_in_bytes(aval)
-        if kind == "gather" and self.limit is not None and size > self.limit:
-            raise GShardError(
-                f"{self.place(eqn)} mixes examples, so that gshard all-gathers {aval.dtype}"
-                f"{list(aval.shape)} ({size / 1e6:.3g} MB) at every step, more than gather_limit="
-                f"{self.limit / 1e6:.3g} MB. Act on each example by itself (for a "
-                "kernel that does, gshard.by_examples says so), raise gather_limit=, or pass "
-                "loss_semantics='per_device', where each device sees its own examples alone."
-            )
+        if kind == "gather" and self.limit is not None and size // self.batches > self.limit:
+            raise self._limit_error(aval, eqn)
         self.transfers.append(Transfer.of(aval, kind, self._times, name, self._line_of(eqn)))
+
+    def _limit_error(self, aval: Any, eqn: Any) -> GShardError:
+        megabytes = [x / 1e6 for x in (size_in_bytes(aval) // self.batches, self.limit or 0)]
+        array, what = f"{aval.dtype}{list(aval.shape)}", "examples"
+        fix = (
+            "Act on each example by itself (for a kernel that does, gshard.by_examples says so), "
+            "raise gather_limit=, or pass loss_semantics='per_device', where each device sees its "
+            "own examples alone."
+        )
+        if not self.of_examples:
+            what = "positions of the sequence"
+            fix = (
+                "Attention is gshard.sequence.attention(q, k, v), which gathers nothing with "
+                "by='ring' or 'ulysses'. Otherwise act on each position by itself, raise "
+                "gather_limit=, or use a mesh without sequence=."
+            )
+        return GShardError(
+            f"{self.place(eqn)} mixes {what}, so that gshard all-gathers {array} "
+            f"({megabytes[0]:.3g} MB per device) at every step, more than "
+            f"gather_limit={megabytes[1]:.3g} MB. {fix}"
+        )
 
     def place(self, eqn: Any) -> str:
         """Names an equation and the user's line; None is the end of the loss."""
@@ -343,6 +371,12 @@ class GlobalEvaluator:
     def _line_of(self, eqn: Any) -> str:
         """The user's line, of the caller where the equation itself was traced for another."""
         return (eqn is not None and user_line(eqn)) or self._line
+
+    def _named(self, eqn: Any) -> AbstractContextManager[Any]:
+        """Names the equation to those who read what a loss communicates over a sequence axis."""
+        if self.of_examples:
+            return nullcontext()
+        return needed_by("result" if eqn is None else _name_of(eqn), self._line_of(eqn))
 
     @contextmanager
     def _called_by(self, eqn: Any) -> Iterator[None]:
@@ -360,6 +394,12 @@ class GlobalEvaluator:
             yield
         finally:
             self._times = before
+
+
+def _name_of(eqn: Any) -> str:
+    """The name of an equation for people."""
+    called = eqn.params.get("name") if eqn.primitive.name == JIT else None
+    return called_name(called) if called else eqn.primitive.name
 
 
 def _is_from_nothing(eqn: Any, values: Sequence[Value], decision: Decision) -> bool:

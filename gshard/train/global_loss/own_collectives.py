@@ -11,6 +11,7 @@ from jax import lax
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import COLLECTIVES, with_inner
 from gshard.train.global_loss.registry import Decision, Given, partial_rule, rule
+from gshard.train.global_loss.transfers import names_in
 
 _OF_AN_AXIS = {*COLLECTIVES, "axis_index", "pvary"}
 # all-reductions, of which those of replicated values run as they are written
@@ -42,12 +43,12 @@ def check_body_as_traced(given: Given, of_examples: bool = False) -> None:
 
 def is_own_collective(eqn: Any, axes: Sequence[str]) -> bool:
     """Whether an equation communicates over one of the data axes."""
-    return eqn.primitive.name in _OF_AN_AXIS and bool(set(_axes(eqn)) & set(axes))
+    return eqn.primitive.name in _OF_AN_AXIS and bool(set(names_in(eqn.params)) & set(axes))
 
 
 def sum_size(eqn: Any) -> int:
     """The number of devices that a sum runs over."""
-    return math.prod(lax.axis_size(axis) for axis in _axes(eqn))
+    return math.prod(lax.axis_size(axis) for axis in names_in(eqn.params))
 
 
 def is_own_sum(eqn: Any, axes: Sequence[str]) -> bool:
@@ -65,15 +66,16 @@ def sum_error(place: str) -> GShardError:
     )
 
 
-def _axes(eqn: Any) -> tuple[Any, ...]:
-    over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(over) if isinstance(over, (tuple, list)) else (over,)
-
-
 def _check(given: Given, eqn: Any, of_examples: bool) -> None:
-    name, data = eqn.primitive.name, given.evaluator.axes
-    over = [axis for axis in _axes(eqn) if axis in data]
-    if name in _OF_ONE_DEVICE or of_examples or len(over) < len(_axes(eqn)):
+    name, data, names = eqn.primitive.name, given.evaluator.axes, names_in(eqn.params)
+    over = [axis for axis in names if axis in data]
+    if name in _OF_ONE_DEVICE or of_examples or len(over) < len(names):
+        if not given.evaluator.of_examples:
+            raise GShardError(
+                f"{given.evaluator.place(eqn)} runs over {', '.join(map(repr, over))}. The loss "
+                "sees full sequences: write it without the collective, as for one device. "
+                "gshard.sequence has operations that know the slices of the devices."
+            )
         raise GShardError(
             f"{given.evaluator.place(eqn)} runs over {', '.join(map(repr, over))}, a data "
             "axis. The loss is that of the global batch, which no device has by itself: write it "
@@ -82,8 +84,8 @@ def _check(given: Given, eqn: Any, of_examples: bool) -> None:
         )
 
 
-@rule("ppermute", "psum_invariant", "pvary", "pcast")
-@partial_rule("psum", "psum_invariant", "pvary", "pcast")
+@rule("ppermute", "psum", "psum_invariant", "pmax", "pmin", "pvary", "pcast")
+@partial_rule("psum", "psum_invariant", "ppermute", "all_gather", "pvary", "pcast")
 def over_model_axes(given: Given) -> Decision:
     """Inside a `shard_map` over other axes: each entry with the same entry of other devices."""
     return Decision(given.placements, given.placements)
@@ -93,5 +95,10 @@ def over_model_axes(given: Given) -> Decision:
 def along_model_axes(given: Given) -> Decision | None:
     """Along another dimension than that of the examples."""
     place, params = given.placements[0], given.params
-    along = params.get("all_gather_dimension", params.get("scatter_dimension"))
-    return given.all(place) if params["tiled"] and place.dim != along else None
+    gathers = given.eqn.primitive.name == "all_gather"
+    along: int = params["all_gather_dimension" if gathers else "scatter_dimension"]
+    if params["tiled"]:
+        return given.all(place) if place.dim != along else None
+    if not gathers:
+        return None
+    return given.all(place, place.on(place.dim + (along <= place.dim)))  # a new dimension

@@ -26,6 +26,7 @@ class Evaluator(Protocol):
     axes: tuple[str, ...]
     partition: Partition
     micro_batches: int
+    of_examples: bool
     returned: list[bool]
     gathers: int
     transfers: list[Transfer]

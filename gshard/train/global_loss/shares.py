@@ -6,7 +6,7 @@ over valid tokens, stays apart: its numerators and its denominators add up, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from gshard._util.jaxpr import abstract, abstract_like
 from gshard.sharding.mesh import Group
 from gshard.train.fsdp.trace_loss import trace_loss
 from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum
-from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
+from gshard.train.global_loss.placement import PARTIAL, REPLICATED, sharded
 from gshard.train.global_loss.transfers import Transfer
 from gshard.train.global_loss.value import Value
 from gshard.train.loss import SAME, Reduced, Weighted, has_reduction
@@ -50,7 +50,7 @@ class GlobalBatch:
     @property
     def parts(self) -> int:
         """Into how many parts the global batch is split."""
-        return self.group.devices * self.micro_batches
+        return self.group.batch_shards * self.micro_batches
 
     def values(
         self, fun: Callable[..., Any], trained: int, params: list[Any], batch: Any, rng: Any, i: Any
@@ -59,36 +59,15 @@ class GlobalBatch:
 
         The first `trained` of the parameters are differentiated. Returns a tree of `Value`.
         """
-        parts = self.parts
         part = i if self.micro_batches > 1 else 0  # of batches, each is whole by itself
-        evaluator = GlobalEvaluator(self.group.axes, self.group.devices, self.micro_batches, part)
+        axes, shards = self.group.batch_axes, self.group.batch_shards
+        evaluator = GlobalEvaluator(axes, shards, self.micro_batches, part)
         evaluator.known, evaluator.collects = list(self.known), self.collects
         evaluator.limit, evaluator.statistics = self.limit, self.statistics
         self.transfers = evaluator.transfers
-
-        def full(x: Any) -> jax.ShapeDtypeStruct:
-            shape = (x.shape[0] * parts, *x.shape[1:]) if jnp.ndim(x) else ()
-            return abstract(shape, x.dtype)
-
-        (jaxpr, consts), shapes = trace_loss(
-            fun,
-            self.group.axes,
-            jax.tree.map(abstract_like, params),
-            jax.tree.map(full, batch),
-            jax.tree.map(abstract_like, rng),
-        )
-        leaves = [(x, REPLICATED, at < trained) for at, x in enumerate(params)]
-        leaves += [(x, self._of_batch(x), False) for x in jax.tree.leaves(batch)]
-        leaves += [(x, REPLICATED, False) for x in jax.tree.leaves(rng)]
-        values = [
-            Value(place, v.aval, x, depends=depends)
-            for v, (x, place, depends) in zip(jaxpr.invars, leaves, strict=True)
-        ]
-        found = evaluator.evaluate(jaxpr, consts, values)
-        return evaluator, jax.tree.unflatten(jax.tree.structure(shapes), found)
-
-    def _of_batch(self, x: Any) -> Placement:
-        return sharded(0) if jnp.ndim(x) and self.parts > 1 else REPLICATED
+        dims = [0 if jnp.ndim(x) else None for x in jax.tree.leaves(batch)]
+        found = evaluate_loss(evaluator, fun, self.group, dims, 1, trained, params, batch, rng)
+        return evaluator, found
 
     def outputs(self, fun: Callable[..., Any], params: Any, batch: Any) -> tuple[Any, list[bool]]:
         """Evaluates `fun(*params, batch)`, and completes its outputs.
@@ -110,7 +89,7 @@ class GlobalBatch:
             own = value.placement == sharded(0)
             return evaluator.convert(value, sharded(0) if own else REPLICATED), own
 
-        leaves, tree = jax.tree.flatten(found, is_leaf=_is_leaf)
+        leaves, tree = jax.tree.flatten(found, is_leaf=is_output)
         pairs = [complete(x) for x in leaves]
         return jax.tree.unflatten(tree, [x for x, _ in pairs]), [own for _, own in pairs]
 
@@ -134,11 +113,11 @@ class GlobalBatch:
             total, weight = total.quotient
         elif weight is None and examples is not None:
             weight, total = _number(examples), _scaled(evaluator, total, examples)
-        share = _share(evaluator, total)
+        share = share_of(evaluator, total)
         if weight is None:
             share = share / self.batches
         else:
-            weight = jax.lax.stop_gradient(_float(evaluator, weight))
+            weight = jax.lax.stop_gradient(float_of(evaluator, weight))
 
         def form(x: Any) -> Any:
             return _form(evaluator, x, 1 if averaged else None, examples)
@@ -149,8 +128,8 @@ class GlobalBatch:
         def last(x: Value) -> Any:
             return evaluator.convert(x, REPLICATED)
 
-        aux = jax.tree.map(form, aux, is_leaf=_is_leaf)
-        updates = jax.tree.map(last if averaged else sums, updates, is_leaf=_is_leaf)
+        aux = jax.tree.map(form, aux, is_leaf=is_output)
+        updates = jax.tree.map(last if averaged else sums, updates, is_leaf=is_output)
         return jnp.asarray(share, jnp.float32), (weight, aux, updates)
 
     def _examples(self, batch: Any) -> int:
@@ -158,7 +137,50 @@ class GlobalBatch:
         return sizes[0] * self.parts if sizes else 1
 
 
-def _is_leaf(x: Any) -> bool:
+def evaluate_loss(
+    evaluator: GlobalEvaluator,
+    fun: Callable[..., Any],
+    group: Group,
+    dims: Sequence[int | None],
+    outer: int,
+    trained: int,
+    params: list[Any],
+    batch: Any,
+    rng: Any,
+) -> Any:
+    """Traces `fun(params, batch, rng)` for global arrays, and evaluates it on this device's parts.
+
+    `dims` are the dimensions of the arrays of the batch of which this device has a part, None for
+    those that it has in full; `outer` is that of their placement. The first `trained` of the
+    parameters are differentiated. Returns a tree of `Value`.
+    """
+    parts, (arrays, structure) = evaluator.partition.parts, jax.tree.flatten(batch)
+
+    def full(x: Any, dim: int | None) -> jax.ShapeDtypeStruct:
+        shape = (n * parts if i == dim else n for i, n in enumerate(jnp.shape(x)))
+        return abstract(tuple(shape), x.dtype)
+
+    (jaxpr, consts), shapes = trace_loss(
+        fun,
+        group.axes,
+        jax.tree.map(abstract_like, params),
+        structure.unflatten(map(full, arrays, dims)),
+        jax.tree.map(abstract_like, rng),
+    )
+    leaves = [(x, REPLICATED, at < trained) for at, x in enumerate(params)]
+    for x, dim in zip(arrays, dims, strict=True):
+        leaves.append((x, REPLICATED if dim is None or parts == 1 else sharded(dim, outer), False))
+    leaves += [(x, REPLICATED, False) for x in jax.tree.leaves(rng)]
+    values = [
+        Value(place, v.aval, x, depends=depends)
+        for v, (x, place, depends) in zip(jaxpr.invars, leaves, strict=True)
+    ]
+    found = evaluator.evaluate(jaxpr, consts, values)
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+def is_output(x: Any) -> bool:
+    """Whether this is one output of a loss, in any form."""
     return has_reduction(x) or isinstance(x, Value)
 
 
@@ -172,7 +194,7 @@ def _scaled(evaluator: GlobalEvaluator, value: Value, by: float) -> Value:
     return Value(place, value.aval, evaluator.convert(value, place) * by)
 
 
-def _float(evaluator: GlobalEvaluator, value: Value) -> jax.Array:
+def float_of(evaluator: GlobalEvaluator, value: Value) -> jax.Array:
     """What adds up to the value as a float; a sum of integers that may wrap is completed first."""
     known = value.positions
     exact = jnp.issubdtype(value.aval.dtype, jnp.inexact) or (known and known.bound is not None)
@@ -181,7 +203,7 @@ def _float(evaluator: GlobalEvaluator, value: Value) -> jax.Array:
     return jnp.asarray(evaluator.convert(value, PARTIAL), jnp.float32)
 
 
-def _share(evaluator: GlobalEvaluator, value: Value) -> Any:
+def share_of(evaluator: GlobalEvaluator, value: Value) -> Any:
     """What adds up to the value over the devices."""
     if value.placement == PARTIAL:
         return evaluator.convert(value, PARTIAL)
@@ -195,7 +217,7 @@ def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: An
     calls, of this weight; a quotient of one call is divided when all are added up.
     """
     if isinstance(x, Weighted):
-        return Weighted(_float(evaluator, x.sum), _float(evaluator, x.weight))
+        return Weighted(float_of(evaluator, x.sum), float_of(evaluator, x.weight))
     value, by = (x.value, x.by) if isinstance(x, Reduced) else (x, "mean")
     if value.extreme is not None:
         own, largest = value.extreme

@@ -1,0 +1,34 @@
+"""Operations of a model whose sequences are sharded over a mesh axis, and their collectives.
+
+A model calls them inside of the train step, where each device has a slice of every sequence. Where
+the axis is not bound (`model.init`, one device) each computes the ordinary result.
+
+May import: `_util`.
+Start reading: `attention`, then `ring` and `blocks`.
+"""
+
+from __future__ import annotations
+
+from gshard.sequence.attention import attention
+from gshard.sequence.collectives import index, size
+from gshard.sequence.order import positions, shift_left, shift_right, unzigzag, zigzag
+from gshard.sequence.reductions import mean, norm, sum
+
+__all__ = [
+    "attention",
+    "index",
+    "mean",
+    "norm",
+    "positions",
+    "shift_left",
+    "shift_right",
+    "size",
+    "sum",
+    "unzigzag",
+    "zigzag",
+]
+
+
+def __dir__() -> list[str]:
+    """The public names alone, for completion."""
+    return __all__

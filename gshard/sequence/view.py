@@ -1,0 +1,100 @@
+"""How gshard's own step calls these operations: for full sequences, evaluated on slices later.
+
+A step of gshard traces a loss as if each device had full sequences. There an operation is a call of
+its single-device result by a name; the evaluation of the loss finds the name, and runs on each
+device what it does with slices.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+_PREFIX = "gshard_sequence_"
+_numbers = itertools.count()
+_calls: dict[str, Call] = {}  # a traced call has its name alone
+_full: ContextVar[str | None] = ContextVar("axis of which a device has everything", default=None)
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation on slices of a sequence.
+
+    Attributes:
+      run: of the arrays that one device has, inside a `shard_map` over the axis, and by keyword
+        whether the device has its tokens in zig-zag order (`order=`).
+      dims: the dimension of the sequence of each operand.
+      result: that of the result.
+      name: that of the operation.
+    """
+
+    run: Callable[..., Any]
+    dims: Sequence[int]
+    result: int
+    name: str
+
+
+@contextmanager
+def full_sequences(axis: str) -> Iterator[None]:
+    """Traces operations on this axis for full sequences."""
+    token = _full.set(axis)
+    try:
+        yield
+    finally:
+        _full.reset(token)
+
+
+def sees_full_sequences(axis: str) -> bool:
+    """Whether sequences that are sharded over the axis are in full here."""
+    return _full.get() == axis
+
+
+def call_of(name: str) -> Call | None:
+    """Returns the operation that a traced call is, by its name."""
+    return _calls.get(name)
+
+
+def called_name(name: str) -> str:
+    """Returns the name of the function that a traced call was made of."""
+    call = _calls.get(name)
+    return name if call is None else f"gshard.sequence.{call.name}"
+
+
+def of_slices(dims: dict[str, int], result: int) -> Callable[..., Any]:
+    """Decorates an operation that acts on each example by itself.
+
+    `dims` are the dimensions of the sequence of its arrays, by the names of its arguments.
+    """
+
+    def decorate(fun: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(fun)
+
+        @functools.wraps(fun)
+        def wrapped(*args: Any, **options: Any) -> Any:
+            if not sees_full_sequences(options.get("axis", "sequence")):
+                return fun(*args, **options)
+            given = signature.bind(*args, **options).arguments
+            names = [name for name in dims if given.get(name) is not None]
+
+            def run(*arrays: Any, **more: Any) -> Any:
+                return fun(**{**given, **dict(zip(names, arrays, strict=True)), **more})
+
+            def call(*arrays: Any) -> Any:
+                return run(*arrays)
+
+            call.__name__ = f"{_PREFIX}{fun.__name__}_{next(_numbers)}"
+            own = [dims[name] for name in names]
+            _calls[call.__name__] = Call(run, own, result, fun.__name__)
+            return jax.jit(call)(*(given[name] for name in names))
+
+        return wrapped
+
+    return decorate
