@@ -23,7 +23,12 @@ from gshard.sharding.make_plan import PlanRequest, plan_state
 from gshard.sharding.mesh import Group, data_group, warn_of_compilation_cache
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import as_precision
-from gshard.sharding.quantized_array import QuantizedArray, encoded, is_quantized
+from gshard.sharding.quantized_array import (
+    QuantizedArray,
+    encoded,
+    is_quantized,
+    quantized_arrays,
+)
 from gshard.sharding.rules import (
     ScanAxes,
     as_rules,
@@ -312,6 +317,10 @@ def trace_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -
         same_leaves(parts, flatten(layouts)[0], "what the init function makes is")
         map_leaves(lambda p, x: check_fits(x, p.dtype, p.path), layouts, parts)
         parts = map_leaves(lambda p, x: p.pad(jnp.asarray(x, p.dtype)), layouts, parts)
+        if quantized_arrays(plan.opt_state):
+            # Moments begin as zeros, and XLA would spend seconds on computing their codes itself.
+            opt_state = jax.lax.optimization_barrier(parts.opt_state)
+            parts = dataclasses.replace(parts, opt_state=opt_state)
         return encoded(parts, plan.layouts)
 
     return jax.jit(make, out_shardings=plan.shardings).trace()
