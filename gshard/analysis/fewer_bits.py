@@ -80,6 +80,11 @@ def fewer_bits(
         nodes, size = nodes_of(mesh, devices_per_node), plan.group.size
         if not any(nodes.mixes(axis) for axis in plan.group.shard):
             add("wire='int8'", mesh, wire="int8")
+        elif plan.group.sequence > 1:
+            why = (
+                "An axis of the mesh has several devices of several nodes, beside a sequence axis."
+            )
+            found.append(FewerBits("wire='int8'", reason=why))
         elif devices_per_node and size % devices_per_node == 0:
             on, words = _by_nodes(plan, devices_per_node)
             add("wire='int8'", on, f", on {words}", wire="int8", shard_axes=("local", "node"))

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jax.sharding import AbstractMesh
+
 from gshard._util.errors import GShardError
 from gshard.analysis.aot.target import Target
 from gshard.analysis.calibration import Calibration
@@ -140,7 +142,7 @@ def bits_to_save(config: Config, found: Sequence[Verdict]) -> list[FewerBits]:
     if target is None:
         return []
     made = load_setup(config.model, {**config.arguments, **first.arguments})
-    mesh = abstract_mesh(target.devices, first.replica)
+    mesh = first.mesh(target.devices)
     near = target.devices_per_node
     return fewer_bits(without_arrays(made), mesh, first.level, first.choices, near)
 
@@ -149,7 +151,7 @@ def _repeats(setup: TrainSetup, target: Target, option: Option) -> bool:
     """Whether an option keeps gathered parameters although its plan gathers none."""
     if option.choices.reshard_after_forward is not False:
         return False
-    mesh = abstract_mesh(target.devices, option.replica)
+    mesh = option.mesh(target.devices)
     return not sharded_setup(setup, mesh, option.level, option.choices)[1].gathers
 
 
@@ -208,7 +210,7 @@ def _verdict(
     setup: TrainSetup, target: Target, option: Option, measured: Calibration | None
 ) -> Verdict:
     choices, has = option.choices, target.memory
-    mesh = abstract_mesh(target.devices, option.replica)
+    mesh = option.mesh(target.devices)
     state, plan = sharded_setup(setup, mesh, option.level, choices)
     near = target.devices_per_node
     level = level_forecast(plan, choices, batch_bytes(setup, plan, choices), near)
@@ -253,13 +255,18 @@ def step_cost(
 class Option:
     """One way to train a model: level, replicas of the sharded state, and options of the step.
 
-    `arguments` of the model's function are those that `vary` lists, with their values.
+    `sequence` devices share the sequences of an example. `arguments` of the model's function are those that `vary` lists, with their values.
     """
 
     level: str
     replica: int
     choices: Choices
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    sequence: int = 1
+
+    def mesh(self, devices: int) -> AbstractMesh:
+        """The mesh of this option."""
+        return abstract_mesh(devices, self.replica, self.sequence)
 
     @property
     def extras_text(self) -> str:
@@ -300,14 +307,15 @@ def options_to_try(config: Config) -> Iterator[Option]:
                 reshard_after_forward=reshard,
             )
             replica = config.replica if level.shards_opt_state else 1
-            yield Option(name, replica, choices, dict(arguments))
+            yield Option(name, replica, choices, dict(arguments), config.sequence)
 
 
 def with_replicas(option: Option, target: Target) -> Iterator[Option]:
     """The same option with replicas of the sharded state, unless it has some already."""
     if LEVELS[option.level].shards_opt_state and option.replica == 1:
         for replica in replicas_of(target)[1:]:
-            yield dataclasses.replace(option, replica=replica)
+            if target.devices % (replica * option.sequence) == 0:
+                yield dataclasses.replace(option, replica=replica)
 
 
 def replicas_of(target: Target) -> tuple[int, ...]:
