@@ -255,7 +255,8 @@ def step_cost(
 class Option:
     """One way to train a model: level, replicas of the sharded state, and options of the step.
 
-    `sequence` devices share the sequences of an example. `arguments` of the model's function are those that `vary` lists, with their values.
+    `sequence` devices share the sequences of an example. `arguments` of the model's function are
+    those that `vary` lists, with their values.
     """
 
     level: str
