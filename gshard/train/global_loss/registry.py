@@ -27,6 +27,7 @@ class Evaluator(Protocol):
     partition: Partition
     micro_batches: int
     of_examples: bool
+    exchanges: bool
     returned: list[bool]
     gathers: int
     transfers: list[Transfer]

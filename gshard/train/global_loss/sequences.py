@@ -48,6 +48,11 @@ class Sequences:
         self.group, self.dims, self.limit = group, dims, limit
         self.batches = group.batch_shards if of_global_batch else 1
 
+    @property
+    def is_on(self) -> bool:
+        """Whether sequences are sharded at all."""
+        return self.group.sequence > 1
+
     def share(
         self, fun: Callable[..., Any], trained: int, divides: bool, *args: Any
     ) -> tuple[Any, Any]:
@@ -73,7 +78,7 @@ class Sequences:
 
         Its outputs are complete on each device.
         """
-        if self.group.sequence == 1:
+        if not self.is_on:
             return fun
 
         def of_slices(params: Any, non_trainable: Any, batch: Any) -> Any:
@@ -101,12 +106,12 @@ class Sequences:
         return evaluator, evaluate_loss(evaluator, seen_in_full, *given)
 
 
-def counted_once(tree: Any) -> Any:
-    """Sets sums to 0 on all devices of the sequence axis but the first.
+def counted_once(tree: Any, axes: Sequence[str]) -> Any:
+    """Sets sums to 0 on all devices of these axes but the first.
 
     Auxiliary outputs are the same on all of them, and are summed over all devices.
     """
-    first = group_index((SEQUENCE,)) == 0
+    first = group_index(axes) == 0
 
     def once(x: Any) -> Any:
         sums = isinstance(x, Weighted) or (isinstance(x, Reduced) and x.by == "sum")

@@ -17,7 +17,7 @@ from gshard._util.jaxpr import abstract, abstract_like
 from gshard.sharding.mesh import Group
 from gshard.train.fsdp.trace_loss import trace_loss
 from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum
-from gshard.train.global_loss.placement import PARTIAL, REPLICATED, sharded
+from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
 from gshard.train.global_loss.transfers import Transfer
 from gshard.train.global_loss.value import Value
 from gshard.train.loss import SAME, Reduced, Weighted, has_reduction
@@ -50,7 +50,17 @@ class GlobalBatch:
     @property
     def parts(self) -> int:
         """Into how many parts the global batch is split."""
-        return self.group.batch_shards * self.micro_batches
+        return self.shards * self.micro_batches
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which the examples are split here."""
+        return self.group.outer_axes
+
+    @property
+    def shards(self) -> int:
+        """Devices along `axes`."""
+        return self.group.batch_shards // self.group.experts
 
     def values(
         self, fun: Callable[..., Any], trained: int, params: list[Any], batch: Any, rng: Any, i: Any
@@ -60,8 +70,7 @@ class GlobalBatch:
         The first `trained` of the parameters are differentiated. Returns a tree of `Value`.
         """
         part = i if self.micro_batches > 1 else 0  # of batches, each is whole by itself
-        axes, shards = self.group.batch_axes, self.group.batch_shards
-        evaluator = GlobalEvaluator(axes, shards, self.micro_batches, part)
+        evaluator = GlobalEvaluator(self.axes, self.shards, self.micro_batches, part)
         evaluator.known, evaluator.collects = list(self.known), self.collects
         evaluator.limit, evaluator.statistics = self.limit, self.statistics
         self.transfers = evaluator.transfers
@@ -146,14 +155,17 @@ def evaluate_loss(
     params: list[Any],
     batch: Any,
     rng: Any,
+    kept: Sequence[int | None] = (),
 ) -> Any:
     """Traces `fun(params, batch, rng)` for global arrays, and evaluates it on this device's parts.
 
     `dims` are the dimensions of the arrays of the batch of which this device has a part, None for
-    those that it has in full. The first `trained` of the parameters are differentiated. Returns a
+    those that it has in full; `kept` are those of the parameters. The first `trained` of the parameters are differentiated. Returns a
     tree of `Value`.
     """
     parts, (arrays, structure) = evaluator.partition.parts, jax.tree.flatten(batch)
+
+    kept = kept or [None] * len(params)
 
     def full(x: Any, dim: int | None) -> jax.ShapeDtypeStruct:
         shape = (n * parts if i == dim else n for i, n in enumerate(jnp.shape(x)))
@@ -162,11 +174,14 @@ def evaluate_loss(
     (jaxpr, consts), shapes = trace_loss(
         fun,
         group.axes,
-        jax.tree.map(abstract_like, params),
+        [full(x, dim) for x, dim in zip(params, kept, strict=True)],
         structure.unflatten(map(full, arrays, dims)),
         jax.tree.map(abstract_like, rng),
     )
-    leaves = [(x, REPLICATED, at < trained) for at, x in enumerate(params)]
+    leaves = [
+        (x, REPLICATED if dim is None else Placement("sharded", dim, kept=True), at < trained)
+        for at, (x, dim) in enumerate(zip(params, kept, strict=True))
+    ]
     for x, dim in zip(arrays, dims, strict=True):
         leaves.append((x, REPLICATED if dim is None or parts == 1 else sharded(dim), False))
     leaves += [(x, REPLICATED, False) for x in jax.tree.leaves(rng)]
