@@ -121,7 +121,9 @@ class GlobalBatch:
         if weight is None and total.quotient is not None and not averaged:
             total, weight = total.quotient
         elif weight is None and examples is not None:
-            weight, total = _number(examples), _scaled(evaluator, total, examples)
+            # Every device of the other axes adds it.
+            others = self.group.devices // self.shards
+            weight, total = _number(examples / others), _scaled(evaluator, total, examples)
         share = share_of(evaluator, total)
         if weight is None:
             share = share / self.batches
@@ -143,7 +145,7 @@ class GlobalBatch:
 
     def _examples(self, batch: Any) -> int:
         sizes = [jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)]
-        return sizes[0] * self.parts if sizes else 1
+        return sizes[0] * self.parts * self.group.experts if sizes else 1
 
 
 def evaluate_loss(
