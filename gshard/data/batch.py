@@ -23,7 +23,7 @@ from gshard._util.pytree import check_array, check_fits, flatten, subscript, why
 from gshard._util.validation import shown
 from gshard.data.consistency import compare_batches
 from gshard.distributed.agree import spans_processes
-from gshard.sharding.batch_specs import sequence_dims, spec_of
+from gshard.sharding.batch_specs import spec_of
 from gshard.sharding.plan import Plan
 
 
@@ -35,7 +35,8 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
 
     Args:
       batch: arrays with this process's examples in their leading dimension, with full sequences;
-        with one process that is the global batch. A jax array that already spans all devices of the mesh is kept.
+        with one process that is the global batch. A jax array that already spans all devices of
+        the mesh is kept.
       plan: the plan of `shard_train_state`.
 
     Returns:
@@ -68,7 +69,7 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
             count = check_examples(local, local_positions(plan), 1)
             if any(placed):
                 _check_global_arrays(batch, placed, count, plan)
-        sequence_dims(batch, plan.group)
+        plan.sequence_dims(batch)
     except GShardError as error:
         fault = error
     # The others wait in a collective, so they get this process's error before it is raised.
@@ -85,7 +86,7 @@ def put_batch(batch: Any, plan: Plan, copy: bool = True) -> Any:
     With `copy=False` nobody else may write into the NumPy arrays: JAX on CPU may share their
     memory, which the caller of `shard_batch` might fill with the next batch.
     """
-    dims = sequence_dims(batch, plan.group)
+    dims = plan.sequence_dims(batch)
     copy = copy and plan.mesh.devices.flat[0].platform == "cpu"
 
     def put(x: Any, dim: int | None) -> jax.Array:

@@ -17,6 +17,8 @@ from gshard.sequence.ring import Inputs, Ring, attend_around
 from gshard.sequence.view import of_slices
 
 BY = ("ring", "ulysses", "gather")
+IMPLEMENTATIONS = (None, "xla", "cudnn")
+BLOCK, BLOCKS = 512, 256  # tokens of a block, and how many blocks before they grow
 
 
 @of_slices({"q": 1, "k": 1, "v": 1, "mask": 2, "segment_ids": 1}, result=1)
@@ -33,7 +35,8 @@ def attention(
     by: Literal["ring", "ulysses", "gather"] = "ring",
     order: Order = "contiguous",
     axis: str = "sequence",
-    block_size: int = 512,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    block_size: int | None = None,
 ) -> jax.Array:
     """Self-attention over the whole sequence, of which each device has T/S tokens.
 
@@ -60,15 +63,20 @@ def attention(
       order: how the sequence is laid over the devices. "zigzag" balances `causal` by ring and
         gather; see `gshard.sequence.zigzag`.
       axis: the mesh axis over which the sequence is sharded.
+      implementation: "cudnn" for the kernel of `jax.nn.dot_product_attention` on GPUs, with
+        `by="ulysses"`, for bfloat16 or float16. It takes no `segment_ids`, and `window` with
+        `causal`. By default, and with "xla", block by block.
       block_size: at most so many queries meet so many keys at a time. Larger blocks need more
-        memory, batch x heads x block_size^2 floats, and fewer operations.
+        memory, batch x heads x block_size^2 floats, and fewer operations. By default 512, or 1/256
+        of the tokens that meet if that is more.
 
     Returns:
       (batch, T/S, heads, features of a value), in the dtype of `q`. A remat policy that saves the
       name "sequence_attention" does not run the attention again in the backward pass.
 
     Raises:
-      GShardError: shapes, dtypes or sizes that do not fit, or an unknown `by` or `order`.
+      GShardError: shapes, dtypes or sizes that do not fit, an unknown `by` or `order`, or what
+        `implementation` does not have.
 
     Example:
       >>> x = jnp.ones((2, 6, 4, 8))
@@ -89,17 +97,25 @@ def attention(
         _check_heads(q.shape[2], devices)
     mask = _checked_mask(mask, q, devices)
     segment_ids = _checked_segments(segment_ids, q)
-    block_size = check_integer("block_size", block_size, 1, " of tokens")
+    if block_size is not None:
+        check_integer("block_size", block_size, 1, " of tokens")
     masking = Masking(flag("causal", causal), window)
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    if implementation == "cudnn":
+        _check_cudnn(q, v, by, masking, segment_ids)
     factor = _checked_scale(q.shape[3] ** -0.5 if scale is None else scale)
     zigzag = order == "zigzag" and devices > 1
 
-    def around(q: Any, k: Any, v: Any, inputs: Inputs, devices: int, zigzag: bool) -> jax.Array:
+    def around(q: Any, k: Any, v: Any, inputs: Any, devices: int, zigzag: bool) -> jax.Array:
+        if implementation == "cudnn":
+            return of_library(q, k, v, inputs.mask, masking, factor, "cudnn")
         tokens, kv_heads = k.shape[1:3]
-        blocks = Blocks.of(tokens, 2 if zigzag else 1, block_size)
-        ring = Ring(axis, devices, zigzag, by == "gather", masking, factor, blocks)
+        most = block_size or max(BLOCK, -(-tokens // BLOCKS))
+        blocks = Blocks.of(tokens, 2 if zigzag else 1, most)
+        ring = Ring(axis, devices, zigzag, by == "gather" and devices > 1, masking, factor, blocks)
         grouped = q.reshape(*q.shape[:2], kv_heads, -1, q.shape[3])
-        out = attend_around(ring, grouped, k, v, _by_slices(inputs, devices, zigzag, kv_heads))
+        inputs = _by_slices(inputs, devices, zigzag, kv_heads)
+        out = attend_around(ring, grouped, jnp.concatenate([k, v], -1), inputs)
         return out.reshape(*q.shape[:3], v.shape[3])
 
     if devices == 1 or by != "ulysses":
@@ -127,6 +143,29 @@ def attention(
     return exchange(in_order(out, 1, back=True), axis, 1, 2)
 
 
+def of_library(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    masking: Masking,
+    scale: float,
+    implementation: Literal["xla", "cudnn"],
+) -> jax.Array:
+    """Attention on one device by JAX's own function."""
+    reach = None if masking.window is None else masking.window - 1
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=scale,
+        is_causal=masking.causal,
+        local_window_size=None if reach is None else (reach, 0 if masking.causal else reach),
+        implementation=implementation,
+    )
+
+
 def _by_slices(inputs: Inputs, devices: int, zigzag: bool, kv_heads: int) -> Inputs:
     """The same by the device that has the keys; a mask is by positions until now."""
     segments, mask = inputs
@@ -135,7 +174,7 @@ def _by_slices(inputs: Inputs, devices: int, zigzag: bool, kv_heads: int) -> Inp
     if mask is not None:
         if zigzag:
             mask = _by_position(mask, devices, 3, back=True)
-        heads = (1, 1) if mask.shape[1] == 1 else (kv_heads, -1)
+        heads = (1, 1) if mask.shape[1] == 1 else (kv_heads, mask.shape[1] // kv_heads)
         mask = mask.reshape(mask.shape[0], *heads, mask.shape[2], devices, -1)
     return Inputs(segments, mask)
 
@@ -204,6 +243,32 @@ def _check_heads(heads: int, devices: int) -> None:
             f'by="ulysses" gives each of {devices} devices some of the heads, but q has {heads}. '
             f"Shard the sequence over {_listed(fitting)} devices, use a multiple of {devices} "
             'heads, or by="ring".'
+        )
+
+
+def _check_cudnn(q: jax.Array, v: jax.Array, by: str, masking: Masking, segment_ids: Any) -> None:
+    """Refuses what cuDNN does not have, or what JAX does not give access to."""
+    where = 'implementation="cudnn"'
+    if by != "ulysses":
+        raise GShardError(
+            f'{where} needs by="ulysses", which gives each device all tokens of some heads; here '
+            f"by={by!r}. Pass that, or leave implementation out."
+        )
+    if segment_ids is not None:
+        raise GShardError(f"{where} takes no segment_ids: leave implementation out.")
+    if masking.window is not None and not masking.causal:
+        raise GShardError(
+            f"{where} takes window={masking.window} only with causal=True: it has no window after "
+            "a token. Leave implementation out."
+        )
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise GShardError(
+            f"{where} computes in bfloat16 or float16, and q has dtype {q.dtype}: cast q, k and v."
+        )
+    if q.shape[3] != v.shape[3]:
+        raise GShardError(
+            f"{where} needs as many features in v as in q: v has {v.shape[3]} (dimension 3) and q "
+            f"{q.shape[3]}."
         )
 
 

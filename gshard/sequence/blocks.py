@@ -5,7 +5,7 @@ is accumulated online (Milakov & Gimelshein 2018, arXiv 1805.02867; Dao 2023, Fl
 arXiv 2307.08691, section 3.1). Which pairs of blocks meet is known before the program runs.
 
 Letters in names: B sequences, q queries, k keys, K heads of keys and values, each for G heads of
-queries, E features of a head. Everything has its tokens along dimension 1.
+queries, E features, F features of a key and its value in one array. Dimension 1 is of the tokens.
 """
 
 from __future__ import annotations
@@ -128,11 +128,22 @@ class Queries(NamedTuple):
 class Keys(NamedTuple):
     """A padded slice of keys and values; `mask` is (B or 1, K or 1, G or 1, q, k)."""
 
-    k_BxkxKxE: jax.Array
-    v_BxkxKxE: jax.Array
+    kv_BxkxKxF: jax.Array
     positions_k: jax.Array
     segments_Bxk: jax.Array | None
     mask: jax.Array | None
+
+
+class Known(NamedTuple):
+    """What the backward pass knows of a padded slice of queries.
+
+    `mean` is the sum over features of the output times its gradient (FlashAttention-2, section
+    3.1.2).
+    """
+
+    d_out_BxqxKxGxE: jax.Array
+    normaliser_BxqxKxG: jax.Array
+    mean_BxqxKxG: jax.Array
 
 
 class Softmax(NamedTuple):
@@ -206,8 +217,13 @@ class Attend(NamedTuple):
             allowed = allowed & more
         return allowed
 
-    def _scores(self, q_BxqxKxGxE: jax.Array, k_BxkxKxE: jax.Array) -> jax.Array:
-        return _product("BqKGE,BkKE->BKGqk", q_BxqxKxGxE, k_BxkxKxE) * self.scale
+    def _block(self, queries: Queries, keys: Keys, i: Any, j: Any) -> Any:
+        """Block i of the queries, block j of the keys and of the values, and their scores."""
+        q_BxqxKxGxE = self.blocks.take(queries.q_BxqxKxGxE, i)
+        kv_BxkxKxF = self.blocks.take(keys.kv_BxkxKxF, j)
+        k_BxkxKxE, v_BxkxKxE = jnp.split(kv_BxkxKxF, [q_BxqxKxGxE.shape[-1]], -1)
+        scores = _product("BqKGE,BkKE->BKGqk", q_BxqxKxGxE, k_BxkxKxE) * self.scale
+        return q_BxqxKxGxE, k_BxkxKxE, v_BxkxKxE, scores
 
     def forward(self, queries: Queries, keys: Keys, seen: Softmax, pairs: Pairs) -> Softmax:
         """Adds what the queries see of some keys."""
@@ -215,8 +231,7 @@ class Attend(NamedTuple):
 
         def pair(seen: Softmax, ij: Any) -> tuple[Softmax, None]:
             i, j = ij
-            v_BxkxKxE = take(keys.v_BxkxKxE, j)
-            scores = self._scores(take(queries.q_BxqxKxGxE, i), take(keys.k_BxkxKxE, j))
+            _, _, v_BxkxKxE, scores = self._block(queries, keys, i, j)
             allowed = self._allowed(queries, keys, i, j)
             if allowed is not None:
                 scores = jnp.where(allowed, scores, MASKED)
@@ -240,41 +255,31 @@ class Attend(NamedTuple):
         self,
         queries: Queries,
         keys: Keys,
-        d_out_BxqxKxGxE: jax.Array,
-        normaliser_BxqxKxG: jax.Array,
-        mean_BxqxKxG: jax.Array,
-        grads: tuple[jax.Array, jax.Array, jax.Array],
+        known: Known,
+        grads: tuple[jax.Array, jax.Array],
         pairs: Pairs,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Adds to the gradients of queries, keys and values what some pairs contribute.
-
-        `mean` is the sum over features of the output times its gradient (FlashAttention-2,
-        section 3.1.2).
-        """
+    ) -> tuple[jax.Array, jax.Array]:
+        """Adds what some pairs contribute to the gradients of the queries, and keys and values."""
         take, put = self.blocks.take, self.blocks.put
 
         def pair(grads: Any, ij: Any) -> tuple[Any, None]:
-            i, j = ij
-            q_BxqxKxGxE, d_BxqxKxGxE = take(queries.q_BxqxKxGxE, i), take(d_out_BxqxKxGxE, i)
-            k_BxkxKxE, v_BxkxKxE = take(keys.k_BxkxKxE, j), take(keys.v_BxkxKxE, j)
-            scores = self._scores(q_BxqxKxGxE, k_BxkxKxE)
-            weights = jnp.exp(scores - _per_score(take(normaliser_BxqxKxG, i)))
+            (i, j), (d_q, d_kv) = ij, grads
+            q_BxqxKxGxE, k_BxkxKxE, v_BxkxKxE, scores = self._block(queries, keys, i, j)
+            d_out_BxqxKxGxE, normaliser, mean = (take(x, i) for x in known)
+            weights = jnp.exp(scores - _per_score(normaliser))
             allowed = self._allowed(queries, keys, i, j)
             if allowed is not None:
                 weights = jnp.where(allowed, weights, 0)
-            d_weights = _product("BqKGE,BkKE->BKGqk", d_BxqxKxGxE, v_BxkxKxE)
-            d_scores = weights * (d_weights - _per_score(take(mean_BxqxKxG, i))) * self.scale
+            d_weights = _product("BqKGE,BkKE->BKGqk", d_out_BxqxKxGxE, v_BxkxKxE)
+            d_scores = weights * (d_weights - _per_score(mean)) * self.scale
             d_scores = d_scores.astype(q_BxqxKxGxE.dtype)
             weights = weights.astype(v_BxkxKxE.dtype)
-            found = (
-                _product("BKGqk,BkKE->BqKGE", d_scores, k_BxkxKxE),
-                _product("BKGqk,BqKGE->BkKE", d_scores, q_BxqxKxGxE),
-                _product("BKGqk,BqKGE->BkKE", weights, d_BxqxKxGxE),
-            )
-            at = (i, j, j)
-            return tuple(
-                put(x, take(x, n) + y, n) for x, y, n in zip(grads, found, at, strict=True)
-            ), None
+            of_q = _product("BKGqk,BkKE->BqKGE", d_scores, k_BxkxKxE)
+            of_k = _product("BKGqk,BqKGE->BkKE", d_scores, q_BxqxKxGxE)
+            of_v = _product("BKGqk,BqKGE->BkKE", weights, d_out_BxqxKxGxE)
+            d_q = put(d_q, take(d_q, i) + of_q, i)
+            d_kv = put(d_kv, take(d_kv, j) + jnp.concatenate([of_k, of_v], -1), j)
+            return (d_q, d_kv), None
 
         return _over_pairs(pair, grads, pairs)
 

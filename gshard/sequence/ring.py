@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from gshard.sequence.blocks import Attend, Blocks, Keys, Masking, Pairs, Queries, Softmax
+from gshard.sequence.blocks import Attend, Blocks, Keys, Known, Masking, Pairs, Queries, Softmax
 from gshard.sequence.collectives import gather, index, rotate, scatter_sum
 from gshard.sequence.order import positions_of
 
 SAVED = "sequence_attention"  # the name of outputs and normalisers, for a policy of remat
-UNROLLED = 8  # hops; a loop beyond, as the time to compile would grow with the hops
+UNROLLED = 8  # hops that differ in what they see; a loop beyond
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,15 @@ class Ring:
         if 2 * reach >= every:
             return [(1, every)]
         return [(1, reach), (-1, reach)] if reach else []
+
+    @property
+    def unrolled(self) -> int:
+        """So many hops at most are no loop.
+
+        Equal hops are one, as time to compile and, on CPUs, memory would grow with the hops. Those
+        of a window differ, and in a loop each would compute all that any of them sees.
+        """
+        return 1 if self.masking.window is None or self.zigzag else UNROLLED
 
     def own_pairs(self) -> Pairs:
         """The blocks that meet of a device's queries and its own keys."""
@@ -102,112 +111,127 @@ class Inputs(NamedTuple):
 
 
 def _attend_around(
-    ring: Ring, q_BxqxKxGxE: jax.Array, k_BxkxKxE: jax.Array, v_BxkxKxE: jax.Array, inputs: Inputs
+    ring: Ring, q_BxqxKxGxE: jax.Array, kv_BxkxKxF: jax.Array, inputs: Inputs
 ) -> jax.Array:
-    """Attention of this device's queries to all keys; the output has the dtype of the queries."""
-    return _forward(ring, q_BxqxKxGxE, k_BxkxKxE, v_BxkxKxE, inputs)[0]
+    """Attention of this device's queries to all keys; the output has the dtype of the queries.
+
+    A key and its value are one array, so that a hop is one permute: F is the features of both.
+    """
+    return _forward(ring, q_BxqxKxGxE, kv_BxkxKxF, inputs)[0]
 
 
 def _forward(
-    ring: Ring, q_BxqxKxGxE: Any, k_BxkxKxE: Any, v_BxkxKxE: Any, inputs: Inputs
+    ring: Ring, q_BxqxKxGxE: jax.Array, kv_BxkxKxF: jax.Array, inputs: Inputs
 ) -> tuple[jax.Array, Any]:
     queries = _queries(ring, q_BxqxKxGxE, inputs)
-    kv = k_BxkxKxE, v_BxkxKxE
 
-    def visit(seen: Softmax, kv: Any, shift: Any) -> Softmax:
-        keys = _keys(ring, kv, inputs, shift)
+    def visit(seen: Softmax, kv_BxkxKxF: jax.Array, shift: Any) -> Softmax:
+        keys = _keys(ring, kv_BxkxKxF, inputs, shift)
         return _on_pairs(ring, shift, partial(ring.attend.forward, queries, keys), seen)
 
-    seen = Softmax.empty(queries.q_BxqxKxGxE, v_BxkxKxE.shape[-1])
+    seen = Softmax.empty(queries.q_BxqxKxGxE, kv_BxkxKxF.shape[-1] - q_BxqxKxGxE.shape[-1])
     if ring.gathered:
-        everybodys = tuple(gather(x, ring.axis, 1) for x in kv)
-        seen = visit(seen, kv, 0)
+        seen = visit(seen, kv_BxkxKxF, 0)
+        everybodys = gather(kv_BxkxKxF, ring.axis, 1)
         for direction, hops in ring.chains:
-            seen = _repeat(
-                1,
-                hops + 1,
-                lambda r, seen, d=direction: visit(seen, _of(ring, everybodys, r * d), r * d),
-                seen,
-            )
+
+            def one(r: Any, seen: Softmax, d: int = direction) -> Softmax:
+                return visit(seen, _of(ring, everybodys, r * d), r * d)
+
+            seen = _repeat(ring, 1, hops + 1, one, seen)
     else:
-        firsts = [rotate(kv, ring.axis, direction) for direction, _ in ring.chains]
-        seen = visit(seen, kv, 0)
+        firsts = [rotate(kv_BxkxKxF, ring.axis, direction) for direction, _ in ring.chains]
+        seen = visit(seen, kv_BxkxKxF, 0)
         for (direction, hops), first in zip(ring.chains, firsts, strict=True):
 
             def hop(r: Any, carry: Any, d: int = direction) -> Any:
-                seen, kv = carry
-                ahead = rotate(kv, ring.axis, d)  # before the products, to overlap with them
-                return visit(seen, kv, r * d), ahead
+                seen, kv_BxkxKxF = _together(carry)
+                ahead = rotate(kv_BxkxKxF, ring.axis, d)  # before the products that overlap with it
+                return visit(seen, kv_BxkxKxF, r * d), ahead
 
-            seen, last = _repeat(1, hops, hop, (seen, first))
+            seen, last = _repeat(ring, 1, hops, hop, (seen, first))
             seen = visit(seen, last, hops * direction)
     out, normaliser = (ring.blocks.unpadded(x) for x in seen.output())
     out = checkpoint_name(out.astype(q_BxqxKxGxE.dtype), SAVED)
     normaliser = checkpoint_name(normaliser, SAVED)
-    return out, (q_BxqxKxGxE, *kv, inputs, out, normaliser)
+    return out, (q_BxqxKxGxE, kv_BxkxKxF, inputs, out, normaliser)
 
 
 def _backward(ring: Ring, kept: Any, d_out_BxqxKxGxE: jax.Array) -> Any:
-    q_BxqxKxGxE, k_BxkxKxE, v_BxkxKxE, inputs, out, normaliser = kept
+    # Together: a compiler may else reuse what the forward pass has received, and hold all of it.
+    (q_BxqxKxGxE, kv_BxkxKxF, inputs, out, normaliser), d_out = _together((kept, d_out_BxqxKxGxE))
+    mean = (out.astype(normaliser.dtype) * d_out.astype(normaliser.dtype)).sum(-1)
     queries = _queries(ring, q_BxqxKxGxE, inputs)
-    kv = k_BxkxKxE, v_BxkxKxE
-    mean = (out.astype(normaliser.dtype) * d_out_BxqxKxGxE.astype(normaliser.dtype)).sum(-1)
-    d_out, normalisers, mean = (ring.blocks.padded(x) for x in (d_out_BxqxKxGxE, normaliser, mean))
+    known = Known(*(ring.blocks.padded(x) for x in (d_out, normaliser, mean)))
 
-    def visit(d_q: jax.Array, kv: Any, shift: Any) -> tuple[jax.Array, Any]:
-        """The gradient of the queries, with this slice's part, and those of its keys and values."""
-        keys = _keys(ring, kv, inputs, shift)
-        nothing = (_zeros(keys.k_BxkxKxE, d_q.dtype), _zeros(keys.v_BxkxKxE, d_q.dtype))
+    def visit(
+        d_q: jax.Array, kv_BxkxKxF: jax.Array, shift: Any, third: str = "all", d_kv: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The gradient of the queries, with this slice's part, and that of its keys and values."""
+        keys = _keys(ring, kv_BxkxKxF, inputs, shift)
+        d_kv = jnp.zeros_like(kv_BxkxKxF, d_q.dtype) if d_kv is None else d_kv
 
         def add(grads: Any, pairs: Pairs) -> Any:
-            return ring.attend.backward(queries, keys, d_out, normalisers, mean, grads, pairs)
+            if third != "all":
+                pairs = tuple(x for x in pairs if (x[1] % 3 == 0) == (third == "first"))
+            return ring.attend.backward(queries, keys, known, grads, pairs)
 
-        d_q, *d_kv = _on_pairs(ring, shift, add, (d_q, *nothing))
-        return d_q, tuple(ring.blocks.unpadded(x) for x in d_kv)
+        d_q, d_kv = _on_pairs(ring, shift, add, (d_q, ring.blocks.padded(d_kv)))
+        return d_q, ring.blocks.unpadded(d_kv)
 
-    d_q = _zeros(queries.q_BxqxKxGxE, normaliser.dtype)
+    d_q = jnp.zeros_like(queries.q_BxqxKxGxE, normaliser.dtype)
     if ring.gathered:
-        everybodys = tuple(gather(x, ring.axis, 1) for x in kv)
-        d_q, own = visit(d_q, kv, 0)
-        d_all = tuple(_zeros(x, d_q.dtype) for x in everybodys)
-        d_all = _set(ring, d_all, own, 0)
+        everybodys = gather(kv_BxkxKxF, ring.axis, 1)
+        d_q, own = visit(d_q, kv_BxkxKxF, 0)
+        d_all = _set(ring, jnp.zeros_like(everybodys, d_q.dtype), own, 0)
         for direction, hops in ring.chains:
 
-            def at_once(r: Any, carry: Any, d: int = direction) -> Any:
+            def one(r: Any, carry: Any, d: int = direction) -> Any:
                 d_q, d_all = carry
                 d_q, d_kv = visit(d_q, _of(ring, everybodys, r * d), r * d)
                 return d_q, _set(ring, d_all, d_kv, r * d)
 
-            d_q, d_all = _repeat(1, hops + 1, at_once, (d_q, d_all))
-        d_kv = tuple(scatter_sum(x, ring.axis, 1) for x in d_all)
+            d_q, d_all = _repeat(ring, 1, hops + 1, one, (d_q, d_all))
+        d_kv = scatter_sum(d_all, ring.axis, 1)
     else:
-        firsts = [rotate(kv, ring.axis, direction) for direction, _ in ring.chains]
-        d_q, d_kv = visit(d_q, kv, 0)
+        firsts = [rotate(kv_BxkxKxF, ring.axis, direction) for direction, _ in ring.chains]
+        d_q, d_kv = visit(d_q, kv_BxkxKxF, 0)
         for (direction, hops), first in zip(ring.chains, firsts, strict=True):
             d_q, d_home = _chain_backward(ring, visit, d_q, first, direction, hops)
-            d_kv = _add(d_kv, d_home)
-    d_q = ring.blocks.unpadded(d_q).astype(q_BxqxKxGxE.dtype)
-    return d_q, *(x.astype(y.dtype) for x, y in zip(d_kv, kv, strict=True)), None
+            d_kv = d_kv + d_home
+    d_q = ring.blocks.unpadded(d_q)
+    return d_q.astype(q_BxqxKxGxE.dtype), d_kv.astype(kv_BxkxKxF.dtype), None
 
 
 def _chain_backward(
-    ring: Ring, visit: Callable[..., Any], d_q: jax.Array, first: Any, direction: int, hops: int
-) -> tuple[jax.Array, Any]:
+    ring: Ring,
+    visit: Callable[..., tuple[jax.Array, jax.Array]],
+    d_q: jax.Array,
+    first: jax.Array,
+    direction: int,
+    hops: int,
+) -> tuple[jax.Array, jax.Array]:
     """Keys go along a chain with their gradients, one hop behind; then the gradients go home."""
+    d_q, first = _together((d_q, first))
     ahead = rotate(first, ring.axis, direction) if hops > 1 else first
     d_q, d_kv = visit(d_q, first, direction)
 
     def hop(r: Any, carry: Any) -> Any:
-        d_q, kv, d_kv = carry
-        ahead, arrived = rotate((kv, d_kv), ring.axis, direction)
-        d_q, found = visit(d_q, kv, r * direction)
-        return d_q, ahead, _add(arrived, found)
+        d_q, kv_BxkxKxF, d_kv = _together(carry)
+        ahead = rotate(kv_BxkxKxF, ring.axis, direction)
+        d_q, found = visit(d_q, kv_BxkxKxF, r * direction, "first")
+        # XLA overlaps one collective at a time on GPUs: each gets its share of the products.
+        d_q, found, ahead, d_kv = _together((d_q, found, ahead, d_kv))
+        arrived = rotate(d_kv, ring.axis, direction)
+        d_q, found = visit(d_q, kv_BxkxKxF, r * direction, "others", found)
+        return d_q, ahead, arrived + found
 
-    d_q, last, d_kv = _repeat(2, hops, hop, (d_q, ahead, d_kv))
+    d_q, last, d_kv = _repeat(ring, 2, hops, hop, (d_q, ahead, d_kv))
     if hops > 1:
+        d_q, last, d_kv = _together((d_q, last, d_kv))
         arrived = rotate(d_kv, ring.axis, direction)
         d_q, found = visit(d_q, last, hops * direction)
-        d_kv = _add(arrived, found)
+        d_kv = arrived + found
     return d_q, rotate(d_kv, ring.axis, -hops * direction)
 
 
@@ -242,26 +266,26 @@ def _segments(ring: Ring, inputs: Inputs, shift: Any) -> jax.Array | None:
     return ring.blocks.padded(own)
 
 
-def _keys(ring: Ring, kv: Any, inputs: Inputs, shift: Any) -> Keys:
+def _keys(ring: Ring, kv_BxkxKxF: jax.Array, inputs: Inputs, shift: Any) -> Keys:
     source, mask = _source(ring, shift), inputs.mask
     if mask is not None:
         mask = lax.dynamic_index_in_dim(mask, source, 4, keepdims=False)
         mask = ring.blocks.padded(ring.blocks.padded(mask, 3), 4)
-    k, v = (ring.blocks.padded(x) for x in kv)
-    return Keys(k, v, _positions(ring, source, -1), _segments(ring, inputs, shift), mask)
+    positions, segments = _positions(ring, source, -1), _segments(ring, inputs, shift)
+    return Keys(ring.blocks.padded(kv_BxkxKxF), positions, segments, mask)
 
 
-def _of(ring: Ring, everybodys: Any, shift: Any) -> Any:
+def _of(ring: Ring, everybodys: jax.Array, shift: Any) -> jax.Array:
     """The slice of the device `shift` places before this one."""
     start = _source(ring, shift) * ring.tokens
-    return tuple(lax.dynamic_slice_in_dim(x, start, ring.tokens, 1) for x in everybodys)
+    return lax.dynamic_slice_in_dim(everybodys, start, ring.tokens, 1)
 
 
-def _set(ring: Ring, everybodys: Any, own: Any, shift: Any) -> Any:
+def _set(ring: Ring, everybodys: jax.Array, own: jax.Array, shift: Any) -> jax.Array:
     """The slices of all devices with another one for the device `shift` places before this one."""
-    start = _source(ring, shift) * ring.tokens
-    put = lax.dynamic_update_slice_in_dim
-    return tuple(put(x, y, start, 1) for x, y in zip(everybodys, own, strict=True))
+    return lax.dynamic_update_slice_in_dim(
+        everybodys, own, _source(ring, shift) * ring.tokens, axis=1
+    )
 
 
 def _on_pairs(ring: Ring, shift: Any, add: Callable[[Any, Pairs], Any], carry: Any) -> Any:
@@ -276,18 +300,15 @@ def _on_pairs(ring: Ring, shift: Any, add: Callable[[Any, Pairs], Any], carry: A
     return lax.cond(on_this_side, lambda x: add(x, near), lambda x: add(x, wrapped), carry)
 
 
-def _repeat(start: int, end: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+def _repeat(ring: Ring, start: int, end: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
     """`body(r, carry)` for every r; a loop only if there are many."""
-    if end - start > UNROLLED:
+    if end - start > ring.unrolled:
         return lax.fori_loop(start, end, body, carry)
     for r in range(start, end):
         carry = body(r, carry)
     return carry
 
 
-def _zeros(x: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.zeros_like(x, dtype)
-
-
-def _add(a: Any, b: Any) -> Any:
-    return jax.tree.map(jnp.add, a, b)
+def _together(carry: Any) -> Any:
+    """Ends a hop: a compiler may else do all hops first, and hold the keys of all devices."""
+    return lax.optimization_barrier(carry)

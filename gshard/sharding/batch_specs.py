@@ -13,7 +13,7 @@ from gshard.sharding.mesh import Group
 from gshard.sharding.topology import SEQUENCE
 
 
-def sequence_dims(batch: Any, group: Group) -> list[int | None]:
+def sequence_dims(batch: Any, group: Group, slices: int = 1) -> list[int | None]:
     """Returns the dimension of each leaf that is sharded over the sequence axis, None for no one.
 
     Dimension 1 is, where it is a multiple of the axis, whatever it means: where an array is stored
@@ -22,40 +22,34 @@ def sequence_dims(batch: Any, group: Group) -> list[int | None]:
     Args:
       batch: a tree of arrays, of which shapes alone are read.
       group: the data axes.
+      slices: of a sequence on each device; 2 in zig-zag order.
 
     Raises:
       GShardError: the longest dimension 1 cannot be sharded, so that the axis would be of no use.
     """
-    size = group.sequence
+    size = group.sequence * slices
     paths, leaves, _ = flatten(batch)
     lengths = [jnp.shape(x)[1] if jnp.ndim(x) > 1 else 0 for x in leaves]
-    if size == 1 or not leaves:
+    if group.sequence == 1 or not leaves:
         return [None] * len(leaves)
     longest = max(range(len(leaves)), key=lengths.__getitem__)
     where, length = f"batch{subscript(paths[longest])}", lengths[longest]
     if not length:
         raise GShardError(
-            f"the mesh has a sequence axis of {size} devices, and no array of the batch has a "
-            "dimension 1 to shard over it. Use a mesh without sequence=."
+            f"the mesh has a sequence axis of {group.sequence} devices, and no array of the batch "
+            "has a dimension 1 to shard over it. Use a mesh without sequence=."
         )
     if length % size:
         fitting = [n for n in (length // size * size, (length // size + 1) * size) if n]
+        order = " in zig-zag order, which takes two slices each" if slices > 1 else ""
+        over = f"{group.sequence} devices of the sequence axis{order}"
         raise GShardError(
             f"{where} has shape {list(jnp.shape(leaves[longest]))}: its sequences of {length} "
-            f"cannot be shared by the {size} devices of the sequence axis. Use sequences of "
-            f"{' or '.join(map(str, fitting))}. (Targets that are inputs shifted by one: pass both, "
-            "tokens[:, :-1] and tokens[:, 1:], or one array and shift in the loss.)"
+            f"cannot be shared by the {over}. Use sequences of {' or '.join(map(str, fitting))}. "
+            "(Targets that are inputs shifted by one: pass both, tokens[:, :-1] and tokens[:, 1:], "
+            "or one array and shift in the loss.)"
         )
     return [1 if n and n % size == 0 else None for n in lengths]
-
-
-def batch_specs(batch: Any, group: Group) -> Any:
-    """Returns the `PartitionSpec` of each array of a batch; scalars are replicated."""
-    leaves, structure = jax.tree.flatten(batch)
-    dims = sequence_dims(batch, group)
-    return structure.unflatten(
-        spec_of(x, dim, group) for x, dim in zip(leaves, dims, strict=True)
-    )
 
 
 def spec_of(x: Any, dim: int | None, group: Group) -> jax.P:

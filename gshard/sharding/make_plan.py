@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import belongs_to, check_unique, flatten, path_of
+from gshard.sequence.order import Order
 from gshard.sharding.keep import Keep, kept_params
 from gshard.sharding.layout import HOST, Layout, all_replicated, lay_out, model_axes_of
 from gshard.sharding.level import Level, parse_level
@@ -47,6 +48,7 @@ class PlanRequest:
       offload: whether sharded parameters, and arrays that only an update uses, are stored in host
         memory.
       wire: in which dtypes collectives send parameters and gradients.
+      sequence_order: which slices of a sequence a device computes.
       advice: how to have the parameters sharded that are replicated, for a warning.
     """
 
@@ -62,6 +64,7 @@ class PlanRequest:
     precision: Precision | None = None
     offload: bool = False
     advice: str = ""
+    sequence_order: Order = "contiguous"
     wire: Wire | None = None
 
 
@@ -142,6 +145,7 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
         template=request.state,
         at_level=lambda other: plan_state(parse_level(other), request),
         wrap=request.wrap,
+        sequence_order=request.sequence_order,
     )
     if request.offload:
         plan = _offloaded(plan)

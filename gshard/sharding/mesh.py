@@ -121,8 +121,9 @@ def make_mesh(
     if model and set(shape) != {SHARD}:
         raise GShardError(
             f"extra={model} goes with one shard axis, named {SHARD!r}; shape= is {shape}. With "
-            f"axes of other names put all of them into shape=, gshard.make_mesh({shape | own}), and "
-            "name the axes to shard over: shard_train_state(..., shard_axes=...)."
+            "axes of other names put all of them into shape=, "
+            f"gshard.make_mesh({shape | own}), and name the axes to shard over: "
+            "shard_train_state(..., shard_axes=...)."
         )
     sizes = ({REPLICA: replica} if replica > 1 else {}) | shape | own
     needed = math.prod(sizes.values())

@@ -18,7 +18,8 @@ from gshard._util.html import html_of
 from gshard._util.pytree import flatten, map_leaves
 from gshard._util.text import text_of, text_table
 from gshard._util.validation import shown
-from gshard.sharding.batch_specs import batch_specs
+from gshard.sequence.order import Order
+from gshard.sharding.batch_specs import sequence_dims, spec_of
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import DEVICE, Layout, all_replicated
 from gshard.sharding.level import Level, LevelChoice
@@ -97,6 +98,7 @@ class Plan:
       wrap: wraps the user's optimizer so that it follows a plan.
       not_quantized: with a `state_dtype`, why arrays of the optimizer state that belong to a
         parameter keep their dtype, by path.
+      sequence_order: which slices of a sequence a device computes, over a sequence axis.
 
     Example:
       >>> state, plan = gshard.shard_train_state(
@@ -122,6 +124,7 @@ class Plan:
     at_level: Callable[[LevelChoice], Plan]
     wrap: Callable[[Plan], ShardedTransformation]
     not_quantized: Mapping[str, str] = field(default_factory=dict)
+    sequence_order: Order = "contiguous"
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -142,7 +145,13 @@ class Plan:
         Args:
           batch: the global batch; shapes alone are read.
         """
-        return batch_specs(batch, self.group)
+        leaves, structure = jax.tree.flatten(batch)
+        pairs = zip(leaves, self.sequence_dims(batch), strict=True)
+        return structure.unflatten(spec_of(x, dim, self.group) for x, dim in pairs)
+
+    def sequence_dims(self, batch: Any) -> list[int | None]:
+        """Returns the dimension of each array of a batch that the sequence axis shards, or None."""
+        return sequence_dims(batch, self.group, 2 if self.sequence_order == "zigzag" else 1)
 
     @property
     def device_spec(self) -> jax.P:

@@ -12,7 +12,6 @@ from gshard._util.errors import GShardError, place_of
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import shown
 from gshard.data.batch import check_examples, shard_batch
-from gshard.sharding.batch_specs import sequence_dims
 from gshard.sharding.mesh import refuse_other_context
 from gshard.sharding.plan import Plan, check_call, check_state
 from gshard.sharding.validate import TreeChecker
@@ -93,16 +92,16 @@ def make_eval_step(
                     )
             return out
 
-        dims = sequence_dims(batch, plan.group)
-        of_slices = Sequences(plan.group, dims, limit, is_global).complete(outputs)
         refuse_per_device(plan.group, is_global)
         layouts = non_trainable_layouts(parts.non_trainable, plan)
         experts = Experts(plan.group, kept_dims((plan.params, layouts)), limit)
-        of_slices = experts.complete(of_slices)
+        dims = plan.sequence_dims(batch)
+        sequences = Sequences(plan.group, dims, limit, is_global, plan.sequence_order)
         global_batch, per_example = GlobalBatch(plan.group, limit=limit), list[bool]()
 
         def of_global_batch(params: Any, non_trainable: Any, batch: Any) -> Any:
-            found, own = global_batch.outputs(of_slices, (params, non_trainable), batch)
+            of_examples = experts.complete(sequences.complete(outputs))
+            found, own = global_batch.outputs(of_examples, (params, non_trainable), batch)
             per_example[:] = own
             return found
 
@@ -117,7 +116,7 @@ def make_eval_step(
             return means, {i: plan.output(x) for i, (x, is_mean) in enumerate(found) if not is_mean}
 
         specs = (jax.P(), plan.batch_spec)
-        fun = of_global_batch if is_global else of_slices
+        fun = of_global_batch if is_global else sequences.complete(outputs)
         means, arrays = evaluate_on_devices(fun, on_device, specs, parts, batch, plan)
         return jax.tree.unflatten(structure[-1], [x for _, x in sorted((means | arrays).items())])
 
@@ -184,7 +183,10 @@ def evaluate_on_devices(
     mapped = jax.shard_map(
         in_loop_order(run, plan.group),
         mesh=plan.mesh,
-        in_specs=([x.data_spec for x in jax.tree.leaves((stored, layouts))], plan.batch_specs(batch)),
+        in_specs=(
+            [x.data_spec for x in jax.tree.leaves((stored, layouts))],
+            plan.batch_specs(batch),
+        ),
         out_specs=out_specs,
         axis_names=set(plan.group.axes),
         check_vma=False,

@@ -20,7 +20,6 @@ from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten, same_leaves
 from gshard._util.validation import shown
 from gshard.data.batch import check_examples, check_leaves
-from gshard.sharding.batch_specs import sequence_dims
 from gshard.sharding.budget import accumulation
 from gshard.sharding.layout import all_replicated
 from gshard.sharding.mesh import refuse_other_context
@@ -246,7 +245,7 @@ class GradientStage:
         all_layouts = {**layouts, **{k: all_replicated(x, group) for k, x in own_state.items()}}
         check_leaves(batch)  # in a user's own loop the batch need not come from shard_batch
         check_examples(batch, group.batch_shards, options.micro_batches)
-        dims = sequence_dims(batch, group)
+        dims = plan.sequence_dims(batch)
         refuse_abstract(jax.tree.leaves(parts.params))
         _check_dtypes(parts.params, plan)
 
@@ -307,7 +306,8 @@ class GradientStage:
             axis_names=set(group.axes),
             check_vma=False,
         )
-        if plan.bytes_per_device["host"]:  # JAX fetches from the host only in compiled code
+        # JAX fetches from the host, and leaves model axes to XLA, only in compiled code
+        if plan.bytes_per_device["host"] or group.model_axes:
             mapped = jax.jit(mapped)
         found, updates = mapped(
             jax.tree.leaves(parts.params),

@@ -33,7 +33,6 @@ from gshard._util.jaxpr import (
     scan_sizes,
     with_inner,
 )
-from gshard.sharding.batch_specs import sequence_dims
 from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import group_index, reduce_scalar
 from gshard.train.eval_step import evaluate_on_devices
@@ -128,8 +127,8 @@ def check_mean(
     try:
         with warnings.catch_warnings():  # the step itself gives these warnings
             warnings.simplefilter("ignore")
-            of_slices = Sequences(plan.group, sequence_dims(batch, plan.group), None, False)
-            fun = of_slices.complete(without_draws)
+            dims, order = plan.sequence_dims(batch), plan.sequence_order
+            fun = Sequences(plan.group, dims, None, False, order).complete(without_draws)
             run = partial(evaluate_on_devices, fun, on_device, jax.P(), plan=plan)
             traced = jax.jit(run).trace(parts, batch)
     except Exception:  # the loss does not take such a batch, or the step will report the error

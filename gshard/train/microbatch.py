@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from gshard._util.errors import warn
 from gshard._util.pytree import flatten
+from gshard.sequence.order import Order
 from gshard.sharding.budget import resharding
 from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.plan import Plan
@@ -91,6 +92,7 @@ class MicroBatchLoss:
             loss, structure, options.has_aux, options.by_examples, self.is_global
         )
         self.group: Any = plan.group
+        self.sequence_order: Order = plan.sequence_order
         self.options: StepOptions = options
         self.scale: jax.Array | None = scale
         self.global_batch: GlobalBatch = GlobalBatch(
@@ -187,13 +189,17 @@ class MicroBatchLoss:
             if self.group.sequence == 1:
                 return of_sequences(*args)
             limit, divides = self.global_batch.limit, self.global_batch.batches > 1
-            sequences = Sequences(self.group, given.dims, limit, self.is_global)
+            sequences = Sequences(
+                self.group, given.dims, limit, self.is_global, self.sequence_order
+            )
             return sequences.share(of_sequences, trained, divides, *args)
 
         def of_experts(*args: Any) -> Any:
             limit, divides = self.global_batch.limit, self.global_batch.batches > 1
             experts = Experts(self.group, kept_dims((self.stored, given.layouts)), limit)
-            return (experts.share(of_examples, trained, divides, *args) if experts.is_on else of_examples(*args))
+            if not experts.is_on:
+                return of_examples(*args)
+            return experts.share(of_examples, trained, divides, *args)
 
         def form(*args: Any) -> Any:
             if not self.is_global:

@@ -12,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from gshard._util.errors import GShardError, place_of
+from gshard._util.errors import GShardError, place_of, warn
 from gshard._util.pytree import check_fits, flatten, map_leaves, same_leaves
 from gshard._util.validation import check_takes, flag, shown
 from gshard.distributed.initialize import warn_if_not_joined
+from gshard.sequence.order import ORDERS, Order, check_choice
 from gshard.sharding.keep import Keep
 from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.level import LevelChoice, is_auto, parse_level
 from gshard.sharding.make_plan import PlanRequest, plan_state
-from gshard.sharding.mesh import data_group, warn_of_compilation_cache
+from gshard.sharding.mesh import Group, data_group, warn_of_compilation_cache
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import as_precision
 from gshard.sharding.quantized_array import QuantizedArray, encoded, is_quantized
@@ -83,6 +84,7 @@ class ShardingOptions(TypedDict, total=False):
     indivisible: Literal["pad", "replicate"]
     shard_axes: str | Sequence[str] | None
     replica_axes: str | Sequence[str] | None
+    sequence_order: Order
     broadcast_from: int | None
 
 
@@ -126,6 +128,7 @@ def shard_train_state(
     indivisible: Literal["pad", "replicate"] = "pad",
     shard_axes: str | Sequence[str] | None = None,
     replica_axes: str | Sequence[str] | None = None,
+    sequence_order: Order = "contiguous",
     broadcast_from: int | None = None,
 ) -> tuple[Any, Plan]:
     """Shards a train state over the devices of a mesh.
@@ -172,6 +175,9 @@ def shard_train_state(
         (`"shard"`, `"shard_x"`, ...), and where there is none all but the replica axes, with those
         across nodes last. Remaining axes are your own (tensor parallelism).
       replica_axes: mesh axes to replicate over; by default the one named `"replica"`, if any.
+      sequence_order: with `make_mesh(sequence=)`, which slices of a sequence a device computes:
+        `"zigzag"` gives each two, from both ends, so that all have as much to do in causal
+        attention by `gshard.sequence.attention`. Batches, losses and outputs keep their order.
       broadcast_from: the rank of a process, usually 0, whose values all processes take where they
         differ, of the state or of `init_args`; as in PyTorch's DDP. None: a difference is an error.
 
@@ -202,6 +208,7 @@ def shard_train_state(
         indivisible=indivisible,
         shard_axes=shard_axes,
         replica_axes=replica_axes,
+        sequence_order=sequence_order,
         broadcast_from=broadcast_from,
     )
     advice = "Lower min_shard_size= of shard_train_state, or shard them with rules=."
@@ -263,6 +270,7 @@ def shard_and_advise(
         precision=precision,
         wire=wire,
         offload=wanted["offload"],
+        sequence_order=_checked_order(wanted["sequence_order"], group),
         advice=advice,
     )
     plan_at = partial(plan_state, request=request)
@@ -291,6 +299,17 @@ def shard_and_advise(
     static = kind.split(template).static
     parts = dataclasses.replace(parts, static=static)
     return kind.merge(parts, given, plan.optimizer), plan
+
+
+def _checked_order(order: Any, group: Group) -> Order:
+    """Refuses an unknown order, and warns of one that changes nothing."""
+    check_choice("sequence_order", order, ORDERS)
+    if order != "contiguous" and group.sequence == 1:
+        warn(
+            f"sequence_order={order!r} changes nothing on a mesh without a sequence axis. Leave it "
+            "out, or make one: gshard.make_mesh(sequence=4)."
+        )
+    return order
 
 
 def trace_init(init: Callable[..., Any], init_args: Sequence[Any], plan: Plan) -> Any:

@@ -260,7 +260,9 @@ class Accumulation:
     def _given(self, loss_fn: Callable[..., Any], batch: Any) -> tuple[Callable[..., Any], Any]:
         """Returns the loss function to compile, and its batch on the devices."""
         given = shard_batch(batch, self.plan)
-        sizes = [x.shape[0] // self.plan.group.batch_shards for x in jax.tree.leaves(given) if x.ndim]
+        sizes = [
+            x.shape[0] // self.plan.group.batch_shards for x in jax.tree.leaves(given) if x.ndim
+        ]
         if isinstance(loss_fn, Scaled):
             given = (given, loss_fn.scaler.loss_scaling)
         if self.joined is None:

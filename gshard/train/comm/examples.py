@@ -2,6 +2,7 @@
 
 A dimension of size `outer * devices * n` can be sharded as `(outer, devices, n)`: device i holds
 `[:, i, :]`. `outer` is 1 for the examples of a batch, and more after a transposition and a merge.
+In zig-zag order the devices are mirrored in every second block.
 """
 
 from __future__ import annotations
@@ -16,7 +17,39 @@ from jax import lax
 _NARROW = (jnp.float16, jnp.bfloat16)
 
 
-def gather_examples(shard: jax.Array, dim: int, outer: int, axes: Sequence[str]) -> jax.Array:
+def mirrored(blocks: jax.Array, dim: int) -> jax.Array:
+    """Reverses the devices, on dimension `dim + 1`, in every second block of dimension `dim`."""
+    shape = blocks.shape
+    pairs = blocks.reshape(*shape[:dim], shape[dim] // 2, 2, *shape[dim + 1 :])
+    first, second = jnp.split(pairs, 2, dim + 1)
+    return jnp.concatenate([first, jnp.flip(second, dim + 2)], dim + 1).reshape(shape)
+
+
+def in_zigzag_order(x: jax.Array, dim: int, axis: str) -> jax.Array:
+    """Exchanges the halves of contiguous slices, so that each device has its two of zig-zag order.
+
+    Of 2S slices device i has 2i and 2i+1, and gets i and 2S-1-i: one is the first half of another
+    device, and one the second half.
+    """
+    size = lax.axis_size(axis)
+    first, second = jnp.split(x, 2, dim)
+
+    def owner(piece: int) -> int:
+        return min(piece, 2 * size - 1 - piece)
+
+    of_first = lax.ppermute(first, axis, [(i, owner(2 * i)) for i in range(size)])
+    of_second = lax.ppermute(second, axis, [(i, owner(2 * i + 1)) for i in range(size)])
+    even = lax.axis_index(axis) % 2 == 0  # slice i is a first half where i is even
+    return jnp.where(
+        even,
+        jnp.concatenate([of_first, of_second], dim),
+        jnp.concatenate([of_second, of_first], dim),
+    )
+
+
+def gather_examples(
+    shard: jax.Array, dim: int, outer: int, axes: Sequence[str], zigzag: bool = False
+) -> jax.Array:
     """All-gathers a value that is sharded on `dim`, in the order of the global batch."""
     with jax.named_scope("gshard/loss"):
         if outer == 1:
@@ -24,6 +57,7 @@ def gather_examples(shard: jax.Array, dim: int, outer: int, axes: Sequence[str])
         shape = shard.shape
         split = shard.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
         full = lax.all_gather(split, tuple(axes), axis=dim + 1)
+        full = mirrored(full, dim) if zigzag else full
         return full.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 

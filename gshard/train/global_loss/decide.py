@@ -17,8 +17,8 @@ from gshard.train.global_loss.own_collectives import (
 from gshard.train.global_loss.exchange import decide_by_cost
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, size_in_bytes
 from gshard.train.global_loss.positions import Positions, of_literal, positions_of
-from gshard.train.global_loss.sequence_calls import decide_sequence_call, sequence_call
 from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Evaluator, Given
+from gshard.train.global_loss.sequence_calls import decide_sequence_call, sequence_call
 
 _CALLS = (JIT, "closed_call", "core_call")
 _KEEP_PARTIAL = ("scan", "cond", "checkpoint", "remat2")  # they decide about their bodies

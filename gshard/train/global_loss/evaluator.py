@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -95,12 +96,13 @@ class GlobalEvaluator:
         micro_batches: int = 1,
         micro_batch: Any = 0,
         of_examples: bool = True,
+        zigzag: bool = False,
     ):
         self.axes, self.micro_batches = tuple(axes), micro_batches
         self.of_examples, self.batches = of_examples, 1
         self.exchanges = False
         index = group_index(self.axes) * micro_batches + micro_batch
-        self.partition = Partition(devices * micro_batches, index)
+        self.partition = Partition(devices * micro_batches, index, zigzag)
         self.transfers, self.gathers = list[Transfer](), 0
         self.known, self.collects = list[jax.Array](), False
         self.limit: int | None = None
@@ -283,10 +285,11 @@ class GlobalEvaluator:
             if kind == "sum":
                 return sum_partial(jnp.asarray(value.array), self.axes)
             x, place = value.array, value.placement
+            how = (place.dim, place.outer, self.axes, self.partition.zigzag)
             if is_key(x):
-                data = gather_examples(jax.random.key_data(x), place.dim, place.outer, self.axes)
+                data = gather_examples(jax.random.key_data(x), *how)
                 return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-            return gather_examples(x, place.dim, place.outer, self.axes)
+            return gather_examples(x, *how)
 
     def _sum_of_micro_batches(self, value: Value, eqn: Any) -> Any:
         """Returns a sum over all micro-batches, which a pass before this one has computed."""
@@ -346,7 +349,7 @@ class GlobalEvaluator:
         It may not close over the other index.
         """
         before = self.partition, self._takes_statistics
-        self.partition = Partition(self.partition.parts, index)
+        self.partition = replace(self.partition, index=index)
         self._takes_statistics = self.statistics
         try:
             with self._called_by(eqn):

@@ -34,7 +34,7 @@ class Experts(Sequences):
     """
 
     def __init__(self, group: Group, kept: Sequence[int | None], limit: int | None):
-        super().__init__(group, (), limit, of_global_batch=True)
+        super().__init__(group, (), limit, of_global_batch=True, order="contiguous")
         self.kept = list(kept)
         self.batches = group.batch_shards // group.experts
 
@@ -49,7 +49,7 @@ class Experts(Sequences):
         evaluator = GlobalEvaluator((self.group.kept,), self.group.experts)
         evaluator.limit, evaluator.batches, evaluator.exchanges = self.limit, self.batches, True
         dims = [0 if jnp.ndim(x) else None for x in jax.tree.leaves(batch)]
-        given = (self.group, dims, trained, params, batch, rng, self.kept)
+        given = (self.group, dims, 1, trained, params, batch, rng, self.kept)
         return evaluator, evaluate_loss(evaluator, fun, *given)
 
 

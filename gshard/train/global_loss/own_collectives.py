@@ -86,7 +86,7 @@ def _check(given: Given, eqn: Any, of_examples: bool) -> None:
 
 
 @rule("ppermute", "psum", "psum_invariant", "pmax", "pmin", "pvary", "pcast")
-@partial_rule("psum", "psum_invariant", "pvary", "pcast")
+@partial_rule("psum", "psum_invariant", "ppermute", "all_gather", "pvary", "pcast")
 def over_model_axes(given: Given) -> Decision:
     """Inside a `shard_map` over other axes: each entry with the same entry of other devices."""
     return Decision(given.placements, given.placements)
@@ -121,6 +121,8 @@ def between_dimensions(given: Given) -> Decision | None:
 
 def _in_blocks(given: Given, place: Placement, devices: int, more: bool) -> Decision | None:
     """Blocks of several devices follow each other on the sharded dimension, or are split again."""
+    if given.partition.zigzag:
+        return None
     if more:
         return given.all(place, sharded(place.dim, place.outer * devices))
     if place.outer % devices:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gshard.train.comm.examples import mirrored
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -18,7 +20,8 @@ class Placement:
 
     Attributes:
       kind: `partial`: the values of all parts add up to the global value.
-      dim: the sharded dimension. Its size is `outer * parts * n`; part i holds `[:, i, :]`.
+      dim: the sharded dimension. Its size is `outer * parts * n`; part i holds `[:, i, :]`, or in
+        zig-zag order `[::2, i, :]` and `[1::2, parts - 1 - i, :]`.
       outer: 1 where a part is one contiguous slice.
       kept: whether it is sharded because a parameter stays on its devices.
     """
@@ -72,16 +75,20 @@ class Partition:
     Attributes:
       parts: devices times micro-batches.
       index: of this part, int32 scalar.
+      zigzag: whether the order of the parts is reversed in every second of the `outer` blocks.
     """
 
     parts: int
     index: jax.Array
+    zigzag: bool = False
 
     def fits(self, shape: Sequence[int], placement: Placement) -> bool:
         """Whether an array of this global shape can be placed so."""
         if not placement.is_sharded:
             return True
         d, unit = placement.dim, placement.outer * self.parts
+        if self.zigzag and placement.outer % 2:
+            return False
         return 0 <= d < len(shape) and shape[d] > 0 and shape[d] % unit == 0
 
     def local_shape(self, shape: Sequence[int], placement: Placement) -> tuple[int, ...]:
@@ -99,6 +106,7 @@ class Partition:
         if outer == 1:
             return lax.dynamic_slice_in_dim(x, self.index * n, n, axis=d)
         blocks = x.reshape(*shape[:d], outer, self.parts, n, *shape[d + 1 :])
+        blocks = mirrored(blocks, d) if self.zigzag else blocks
         mine = lax.dynamic_index_in_dim(blocks, self.index, d + 1, keepdims=False)
         return mine.reshape(self.local_shape(shape, placement))
 
@@ -114,6 +122,8 @@ class Partition:
         if placement.outer == 1:
             return here + index * jnp.uint32(n)
         block, within = here // jnp.uint32(n), here % jnp.uint32(n)
+        if self.zigzag:
+            index = jnp.where(block % 2 == 0, index, jnp.uint32(self.parts - 1) - index)
         return (block * jnp.uint32(self.parts) + index) * jnp.uint32(n) + within
 
 

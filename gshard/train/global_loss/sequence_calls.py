@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from gshard._util.jaxpr import JIT
@@ -24,7 +25,11 @@ def decide_sequence_call(given: Given, call: Call) -> Decision | None:
     examples = given.shapes[0][0]
     axes = tuple(0 if shape[0] == examples else None for shape in given.shapes)
 
-    def run(values: list[Any]) -> list[Any]:
-        return [by_examples(call.run, axes)(*values)]
+    zigzag = given.partition.zigzag
+    outer, order = (2, "zigzag") if zigzag else (1, "contiguous")
 
-    return Decision([sharded(dim) for dim in call.dims], [sharded(call.result)], run=run)
+    def run(values: list[Any]) -> list[Any]:
+        return [by_examples(partial(call.run, order=order), axes)(*values)]
+
+    operands = [sharded(dim, outer) for dim in call.dims]
+    return Decision(operands, [sharded(call.result, outer)], run=run)

@@ -18,13 +18,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard.sequence.order import Order
 from gshard.sequence.view import full_sequences
 from gshard.sharding.mesh import Group
 from gshard.sharding.topology import SEQUENCE
 from gshard.train.comm.collectives import group_index
+from gshard.train.comm.examples import in_zigzag_order
 from gshard.train.global_loss.evaluator import GlobalEvaluator
 from gshard.train.global_loss.placement import REPLICATED
 from gshard.train.global_loss.shares import evaluate_loss, float_of, is_output, share_of
+from gshard.train.global_loss.transfers import needed_by
 from gshard.train.loss import Reduced, Weighted, has_reduction
 
 
@@ -36,6 +39,7 @@ class Sequences:
       dims: the dimension of each array of a batch that is sharded over the sequence axis.
       limit: bytes per device that one operation may all-gather; None for any number.
       of_global_batch: whether the function gets the examples of the whole batch.
+      order: which slices a device evaluates: `zigzag` are two, from both ends of a sequence.
     """
 
     def __init__(
@@ -44,9 +48,11 @@ class Sequences:
         dims: Sequence[int | None],
         limit: int | None,
         of_global_batch: bool,
+        order: Order,
     ):
         self.group, self.dims, self.limit = group, dims, limit
         self.batches = group.batch_shards if of_global_batch else 1
+        self.zigzag = order == "zigzag"
 
     @property
     def is_on(self) -> bool:
@@ -71,7 +77,10 @@ class Sequences:
         def complete(x: Any) -> Any:
             return jax.tree.map(lambda value: evaluator.convert(value, REPLICATED), x)
 
-        return share, (weight, *(jax.tree.map(complete, x, is_leaf=is_output) for x in (aux, updates)))
+        return share, (
+            weight,
+            *(jax.tree.map(complete, x, is_leaf=is_output) for x in (aux, updates)),
+        )
 
     def complete(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `fun(params, non_trainable, batch)` as a function of the slices of a batch.
@@ -95,14 +104,23 @@ class Sequences:
     def _values(
         self, fun: Callable[..., Any], trained: int, params: list[Any], batch: Any, rng: Any
     ) -> tuple[GlobalEvaluator, Any]:
-        evaluator = GlobalEvaluator((SEQUENCE,), self.group.sequence, of_examples=False)
+        axes, size = (SEQUENCE,), self.group.sequence
+        evaluator = GlobalEvaluator(axes, size, of_examples=False, zigzag=self.zigzag)
+        if self.zigzag:
+            arrays, structure = jax.tree.flatten(batch)
+            with needed_by("sequence_order", "zigzag"):
+                batch = structure.unflatten(
+                    x if dim is None else in_zigzag_order(x, dim, SEQUENCE)
+                    for x, dim in zip(arrays, self.dims, strict=True)
+                )
         evaluator.limit, evaluator.batches = self.limit, self.batches
 
         def seen_in_full(*args: Any) -> Any:
             with full_sequences(SEQUENCE):
                 return fun(*args)
 
-        given = (self.group, self.dims, trained, params, batch, rng)
+        outer = 2 if self.zigzag else 1
+        given = (self.group, self.dims, outer, trained, params, batch, rng)
         return evaluator, evaluate_loss(evaluator, seen_in_full, *given)
 
 

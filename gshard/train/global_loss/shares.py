@@ -75,7 +75,7 @@ class GlobalBatch:
         evaluator.limit, evaluator.statistics = self.limit, self.statistics
         self.transfers = evaluator.transfers
         dims = [0 if jnp.ndim(x) else None for x in jax.tree.leaves(batch)]
-        found = evaluate_loss(evaluator, fun, self.group, dims, trained, params, batch, rng)
+        found = evaluate_loss(evaluator, fun, self.group, dims, 1, trained, params, batch, rng)
         return evaluator, found
 
     def outputs(self, fun: Callable[..., Any], params: Any, batch: Any) -> tuple[Any, list[bool]]:
@@ -153,6 +153,7 @@ def evaluate_loss(
     fun: Callable[..., Any],
     group: Group,
     dims: Sequence[int | None],
+    outer: int,
     trained: int,
     params: list[Any],
     batch: Any,
@@ -162,8 +163,9 @@ def evaluate_loss(
     """Traces `fun(params, batch, rng)` for global arrays, and evaluates it on this device's parts.
 
     `dims` are the dimensions of the arrays of the batch of which this device has a part, None for
-    those that it has in full; `kept` are those of the parameters. The first `trained` of the parameters are differentiated. Returns a
-    tree of `Value`.
+    those that it has in full; `outer` is that of their placement, and `kept` are the dimensions of
+    the parameters. The first `trained` of the parameters are differentiated. Returns a tree of
+    `Value`.
     """
     parts, (arrays, structure) = evaluator.partition.parts, jax.tree.flatten(batch)
 
@@ -185,7 +187,7 @@ def evaluate_loss(
         for at, (x, dim) in enumerate(zip(params, kept, strict=True))
     ]
     for x, dim in zip(arrays, dims, strict=True):
-        leaves.append((x, REPLICATED if dim is None or parts == 1 else sharded(dim), False))
+        leaves.append((x, REPLICATED if dim is None or parts == 1 else sharded(dim, outer), False))
     leaves += [(x, REPLICATED, False) for x in jax.tree.leaves(rng)]
     values = [
         Value(place, v.aval, x, depends=depends)

@@ -94,7 +94,6 @@ def names_in(params: dict[str, Any]) -> tuple[str, ...]:
     return tuple(over) if isinstance(over, (tuple, list)) else (over,)
 
 
-
 def transfers_table(transfers: Iterable[Transfer]) -> Table:
     """Returns a table of what the loss communicates, the largest first."""
     table = text_table(
