@@ -17,7 +17,7 @@ import gshard
 
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (gshard, gshard.distributed, gshard.paddle, gshard.pytorch, gshard.sequence)
+    for module in (gshard, gshard.distributed, gshard.paddle, gshard.pytorch, gshard.sequence, gshard.expert)
     for name in module.__all__
     if not name.startswith("__") and not isinstance(getattr(module, name), types.ModuleType | int)
 }

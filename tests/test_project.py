@@ -61,7 +61,7 @@ def test_installed_version_is_the_one_in_the_source():
     assert installed == gshard.__version__
 
 
-PUBLIC = (gshard, gshard.distributed, gshard.paddle, gshard.pytorch, gshard.sequence)
+PUBLIC = (gshard, gshard.distributed, gshard.paddle, gshard.pytorch, gshard.sequence, gshard.expert)
 
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)

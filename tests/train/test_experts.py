@@ -56,7 +56,7 @@ QUICK = [
 
 def gradients_of(loss: Any, given: Any, plan: Any, state: Any, **options: Any) -> tuple[float, float]:
     """How far loss and gradient are from those of one device."""
-    value, grads = gshard.value_and_grad(loss, plan, **options)(state.params, given)
+    value, grads = jax.jit(gshard.value_and_grad(loss, plan, **options))(state.params, given)
     wanted, reference = jax.value_and_grad(loss)(params(), given)
     return abs(float(value) - float(wanted)), worst(grads, reference)
 
@@ -178,10 +178,8 @@ def test_no_expert_is_gathered_and_the_budget_is_what_is_sent(level, model):
     assert sum(found.values()) <= 3 * rest + 1
     budget = step.budget
     assert audit.elements("reduce-scatter") == budget.elements("reduce-scatter")
-    # over one of the two axes an expert has a quarter of its elements, and everything else all
-    experts = 2 * E * D * F // 4
-    hops = rest + rest // 2  # minor axis first for a gather, major first for a scatter
-    assert budget.elements("reduce-scatter") == experts + rest + rest // 2 and hops
+    # An expert is scattered over "data" alone, all else over "data" and then half of it on.
+    assert budget.elements("reduce-scatter") == 2 * E * D * F // 4 + rest + rest // 2
     exchanges = [x for x in step.loss_transfers if x.kind == "all-to-all"]
     assert len(exchanges) == 2 and {x.axes for x in exchanges} == {("expert",)}
     sent = sum(r.elements for r in audit.collectives if r.kind == "all-to-all")
@@ -191,12 +189,10 @@ def test_no_expert_is_gathered_and_the_budget_is_what_is_sent(level, model):
 def test_no_expert_is_gathered_where_each_computes_every_token():
     state, plan = sharded(DATA_EXPERT, "os")
     step = gshard.make_train_step(mean_loss("every token"), plan)
-    lines = [x for x in step.loss_transfers or ()]
-    audit = gshard.audit(step, state, batch())
+    gshard.audit(step, state, batch())
     largest = 24 * 6 * D // 2  # the tokens that the devices of one expert axis share
     gathers = [x for x in step.loss_transfers if x.kind == "all-gather"]
-    assert not lines and gathers and all(x.elements <= largest for x in gathers)
-    assert "experts" not in str(audit.collectives)
+    assert gathers and all(x.elements <= largest for x in gathers)
 
 
 def test_a_weight_that_must_be_gathered_is_named():
@@ -226,9 +222,9 @@ def test_the_mixture_of_experts_that_comes_with_gshard(remat):
 
     keep = {"experts/(up|gate|down)": ("expert", 1)}
     state, plan = sharded(DATA_EXPERT, "p_g_os", p, keep=keep, scan_axes={"layers": 0})
-    value, grads = gshard.value_and_grad(loss, plan)(state.params, given)
-    wanted, reference = jax.value_and_grad(loss)(p, given)
-    assert abs(float(value) - float(wanted)) < 4e-6 and worst(grads, reference) < 4e-6
+    value, grads = jax.jit(gshard.value_and_grad(loss, plan))(state.params, given)
+    wanted, reference = jax.jit(jax.value_and_grad(loss))(p, given)
+    assert abs(float(value) - float(wanted)) < 2e-6 and worst(grads, reference) < 2e-6
     step = gshard.make_train_step(loss, plan)
     audit = gshard.audit(step, state, given)
     experts = sum(x.size for x in p["layers"]["experts"].values() if hasattr(x, "size"))
