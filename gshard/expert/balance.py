@@ -102,10 +102,10 @@ def z_loss(logits: Any) -> jax.Array:
 def update_bias(bias: Any, load: Any, *, rate: float = 1e-3) -> jax.Array:
     """Raises the bias of experts that are used less than the mean, and lowers that of others.
 
-    Source: loss-free balancing (Wang et al., 2024, arXiv 2408.15664, algorithm 1), as in DeepSeek-V3
-    (arXiv 2412.19437, section 2.1.2). Nothing is differentiated. Give it the load of the whole
-    batch: inside a loss of gshard every sum is one over all examples, and an auxiliary output
-    `gshard.expert.load(routing)` is one after the step, also of several micro-batches.
+    Source: loss-free balancing (Wang et al., 2024, arXiv 2408.15664, algorithm 1), as in
+    DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). Nothing is differentiated. Give it the load of
+    the whole batch: inside a loss of gshard every sum is one over all examples, and an auxiliary
+    output `gshard.expert.load(routing)` is one after the step, also of several micro-batches.
 
     Args:
       bias: float (E,), the `bias=` of `route`; zeros at first.

@@ -106,7 +106,9 @@ def route(
     chosen_by = jax.lax.stop_gradient(scores)
     if bias is not None:
         if jnp.shape(bias) != (experts,):
-            raise GShardError(f"bias has shape {jnp.shape(bias)}, not ({experts},), one per expert.")
+            raise GShardError(
+                f"bias has shape {jnp.shape(bias)}, not ({experts},), one entry per expert."
+            )
         chosen_by = chosen_by + jax.lax.stop_gradient(jnp.asarray(bias, jnp.float32))
     _, indices = jax.lax.top_k(chosen_by, k)
     chosen = jax.nn.one_hot(indices, experts, dtype=jnp.float32)  # (G, T, K, E)
@@ -116,13 +118,15 @@ def route(
     goes = jnp.sum(chosen, 2).astype(jnp.int32)  # (G, T, E), 0 or 1
     before = jnp.cumsum(goes, 1) - goes
     places = jnp.sum(chosen.astype(jnp.int32) * before[..., None, :], -1)
-    return Routing(indices, weights, places, experts, _capacity(tokens, k, experts, capacity_factor))
+    capacity = _capacity(tokens, k, experts, capacity_factor)
+    return Routing(indices, weights, places, experts, capacity)
 
 
 def _capacity(tokens: int, k: int, experts: int, factor: Any) -> int:
     if factor is None:
         return tokens
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+    number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+    if not number or not 0 < factor < math.inf:
         raise GShardError(
             f"capacity_factor={shown(factor)} must be a number above 0, such as 1.25, or None for "
             "experts that take every token."
@@ -154,8 +158,8 @@ def dispatch(x: Any, routing: Routing) -> jax.Array:
     groups, tokens, _ = routing.indices.shape
     if x.ndim != 3 or x.shape[:2] != (groups, tokens):
         raise GShardError(
-            f"x has shape {x.shape}, and the routing is of {groups} groups of {tokens} tokens: pass "
-            f"({groups}, {tokens}, width)."
+            f"x has shape {x.shape}, and the routing is of {groups} groups of {tokens} tokens: "
+            f"pass ({groups}, {tokens}, width)."
         )
     slots = routing.experts * routing.capacity
 

@@ -73,9 +73,7 @@ def kept_params(
     return {path: x for path, x in kept.items() if x.devices > 1}
 
 
-def _checked(
-    text: str, value: Any, sizes: Mapping[str, int], group: Group
-) -> tuple[str, int]:
+def _checked(text: str, value: Any, sizes: Mapping[str, int], group: Group) -> tuple[str, int]:
     """Checks one entry of `keep=`."""
     pair = isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], str)
     if not pair or isinstance(value[1], bool) or not isinstance(value[1], int):

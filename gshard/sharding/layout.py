@@ -235,7 +235,8 @@ def lay_out(
 ) -> Layout:
     """Makes the layout of an array, concrete or abstract; without a rule it is replicated.
 
-    `group` is without the axis on which the array is kept. With `params_replicated` the layout is for gradient and optimizer state alone.
+    `group` is without the axis on which the array is kept. With `params_replicated` the layout is
+    for gradient and optimizer state alone.
     """
     shape, choice = tuple(leaf.shape), None
     if rule is None:

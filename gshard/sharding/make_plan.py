@@ -86,12 +86,12 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
         return scan_dim_of(path, leaf, scan_names.get(path), request.scan_axes)
 
     scan_dims = {path: scan_dim(path, leaf) for path, leaf in params.items()}
-    kept = kept_params(request.keep, params, mesh_names, scan_dims, group)
-    if kept:
-        group = dataclasses.replace(group, kept=next(iter(kept.values())).axis)
+    keeps = kept_params(request.keep, params, mesh_names, scan_dims, group)
+    for own in keeps.values():  # all on one axis
+        group = dataclasses.replace(group, kept=own.axis)
 
     def by_rule(path: str, leaf: Any, sharded: bool, scanned: bool) -> Layout:
-        own = kept.get(path) if scanned else None
+        own = keeps.get(path) if scanned else None
         return lay_out(
             path,
             leaf,
@@ -264,7 +264,8 @@ def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level, advice: 
     total = sum(layout.local().size for layout in layouts)
     # Without those all of whose dimensions are sharded over model-parallel axes.
     could = [x.local() for x in layouts if not x.model_axes or not all(x.model_axes)]
-    replicated = sorted((x for x in could if x.dim is None and x.group.size > 1), key=lambda x: -x.size)
+    could = [x for x in could if x.dim is None and x.group.size > 1]
+    replicated = sorted(could, key=lambda x: -x.size)
     share = sum(x.size for x in replicated) / total if total else 0
     if share > 0.05:
         named = some([f"{x.path} {list(x.shape)} ({x.reason})" for x in replicated], most=3)

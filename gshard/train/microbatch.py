@@ -204,9 +204,7 @@ class MicroBatchLoss:
         def form(*args: Any) -> Any:
             if not self.is_global:
                 return of_examples(*args)
-            return self.global_batch.shares(
-                of_experts, self.options.by_examples, trained, *args, i
-            )
+            return self.global_batch.shares(of_experts, self.options.by_examples, trained, *args, i)
 
         def prepare(jaxpr: Any, inputs: list[Any], trace: Callable[..., Any]) -> list[Any]:
             paths = dict(enumerate(names, n))  # by position among the inputs

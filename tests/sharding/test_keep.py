@@ -86,7 +86,7 @@ BAD_KEEP = {
     "no pattern matches": ({"expertz/": ("expert", 0)}, "'expertz/' matches no parameter.*There"),
     "no such axis": ({"experts/": ("experts", 0)}, "axis 'experts', which is not in the mesh. Did"),
     "a replica axis": ({"experts/": ("replica", 0)}, "'replica', which is a replica axis"),
-    "no such dimension": ({"experts/": ("expert", 3)}, r"dimension 3 of experts/down \[8, 24, 16\] d"),
+    "no such dimension": ({"experts/": ("expert", 3)}, r"dimension 3 of experts/down \[8, 24"),
     "not divisible": ({"router": ("expert", 1), "head": ("expert", 1), "embed": ("expert", 0),
                        "experts/up": ("expert", 0)}, "has 6 entries, which the 4 devices"),
     "no pair": ({"experts/": "expert"}, "'experts/' is mapped to 'expert'. Give the axis"),
@@ -119,7 +119,7 @@ def test_fewer_experts_than_devices_name_the_sizes_that_fit():
 
 def test_the_scanned_dimension_is_refused():
     p = {"layers": {"up": np.zeros((4, 8, 6, 6), np.float32)}}
-    with pytest.raises(gshard.GShardError, match="that a scan over layers iterates over.*such as 1"):
+    with pytest.raises(gshard.GShardError, match="a scan over layers iterates over.*such as 1"):
         plan_of("os", {"up": ("expert", 0)}, p, scan_axes={"layers": 0})
 
 

@@ -14,8 +14,8 @@ import pytest
 import gshard
 from gshard.models import llama, moe
 from tests.experts import (
-    D,
     DATA_EXPERT,
+    D,
     E,
     F,
     V,
@@ -41,7 +41,8 @@ MESHES: dict[str, dict[str, Any]] = {
     "expert first": {"shape": {"expert": 2, "data": 4}},
 }
 CASES = [
-    *((level, "data 2, expert 4", model) for level in LEVELS for model in ("every token", "one-hot")),
+    *((level, "data 2, expert 4", "every token") for level in LEVELS),
+    *((level, "data 2, expert 4", "one-hot") for level in LEVELS),
     *((level, "data 2, expert 4", "gshard.expert") for level in ("os", "p_g_os")),
     *(("p_g_os", mesh, "one-hot") for mesh in list(MESHES)[1:]),
     ("os", "replica 2, data 2, expert 2", "one-hot"),
@@ -54,7 +55,7 @@ QUICK = [
 ]
 
 
-def gradients_of(loss: Any, given: Any, plan: Any, state: Any, **options: Any) -> tuple[float, float]:
+def gradients_of(loss: Any, given: Any, plan: Any, state: Any, **options) -> tuple[float, float]:
     """How far loss and gradient are from those of one device."""
     value, grads = jax.jit(gshard.value_and_grad(loss, plan, **options))(state.params, given)
     wanted, reference = jax.value_and_grad(loss)(params(), given)
@@ -147,7 +148,8 @@ def test_gradients_of_several_calls_are_weighed_by_their_examples():
 
 def test_frozen_experts_stay_on_their_devices():
     loss, results = mean_loss("one-hot"), []
-    for mesh, keep in (({"devices": jax.devices()[:1]}, None), (DATA_EXPERT, {"up": ("expert", 0)})):
+    one = {"devices": jax.devices()[:1]}
+    for mesh, keep in ((one, None), (DATA_EXPERT, {"up": ("expert", 0)})):
         state, plan = sharded(mesh, "p_g_os", keep=keep, frozen="experts/up")
         step = gshard.make_train_step(loss, plan)
         for seed in range(2):

@@ -1,4 +1,4 @@
-"""Kept experts with the other things that a state can have, against one device or the plain level."""
+"""Kept experts with the other things that a state can have, against one device."""
 
 from __future__ import annotations
 
@@ -128,7 +128,9 @@ def test_optimizers_across_the_entries_of_an_array(tx):
     assert worst(found[1], wanted[1]) < 2e-5
 
 
-@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"reshard_after_forward": 2}])
+@pytest.mark.parametrize(
+    "options", [{"reshard_after_forward": False}, {"reshard_after_forward": 2}]
+)
 def test_gathered_parameters_that_are_kept_for_the_backward_pass(options):
     mesh, loss = {"shape": {"data": 4, "expert": 2}}, mean_loss("one-hot")
     state, plan = sharded(mesh, "p_g_os")

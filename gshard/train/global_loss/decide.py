@@ -9,12 +9,12 @@ from jax.extend.core import Literal
 
 from gshard._util.jaxpr import JIT, body_of
 from gshard.train.global_loss.by_examples import is_by_examples
+from gshard.train.global_loss.exchange import decide_by_cost
 from gshard.train.global_loss.own_collectives import (
     check_body_as_traced,
     check_own_collective,
     is_own_collective,
 )
-from gshard.train.global_loss.exchange import decide_by_cost
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, size_in_bytes
 from gshard.train.global_loss.positions import Positions, of_literal, positions_of
 from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Evaluator, Given

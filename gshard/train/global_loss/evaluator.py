@@ -239,7 +239,8 @@ class GlobalEvaluator:
             return self.partition.part_of(jnp.asarray(array), placement)
         if placement == REPLICATED:
             return self._complete(value, eqn)
-        if self.exchanges and not is_key(value.aval) and value.placement.outer == placement.outer == 1:
+        contiguous = value.placement.outer == placement.outer == 1
+        if self.exchanges and contiguous and not is_key(value.aval):
             return self._moved(value, placement, eqn)
         full = Value(REPLICATED, value.aval, self.convert(value, REPLICATED, eqn))
         return self.convert(full, placement, eqn)

@@ -1,10 +1,11 @@
 """Decisions for a loss of which some parameters stay on the devices of an axis.
 
-There an equation may have two operands that are sharded on different dimensions: tokens by examples,
-and weights by experts. The one that costs least is moved, and a kept parameter is not moved at all.
+There an equation may have two operands that are sharded on different dimensions: tokens by
+examples, and weights by experts. The one that costs least is moved, and a kept parameter is not
+moved at all.
 
-Source: the sharding of experts as a change of layout by an all-to-all is that of GShard (Lepikhin et
-al., 2020), section 3.2.
+Source: the change from tokens by examples to tokens by experts is an all-to-all as in GShard
+(Lepikhin et al., 2020), section 3.2.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """A loss that is written for all experts, evaluated with the experts of one device.
 
-Where parameters are kept on a mesh axis, this comes between the sequences and the examples: the loss
-is traced with the full parameters, and evaluated with this device's part of them, and of the
-examples, as in `evaluator`. Tokens are sent to the devices of their experts and back by all-to-alls,
-as the products of the loss need it. The result is a loss with collectives over that axis inside.
+Where parameters are kept on a mesh axis, this comes between the sequences and the examples: the
+loss is traced with the full parameters, and evaluated with this device's part of them, and of the
+examples, as in `evaluator`. Tokens are sent to the devices of their experts and back by
+all-to-alls, as the products of the loss need it. The result is a loss with collectives over that
+axis inside.
 
     loss of all experts --> loss of this device's experts, with collectives --> its share
 """
@@ -17,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from gshard._util.errors import GShardError
-from gshard.sharding.layout import Layout
 from gshard.sharding.mesh import Group
 from gshard.train.global_loss.evaluator import GlobalEvaluator
 from gshard.train.global_loss.sequences import Sequences

@@ -338,12 +338,13 @@ class GatheredUpdate:
     def warn_of_kept(self, layouts: Sequence[Layout]) -> None:
         """Warns of kept parameters whose products need them on every device."""
         pairs = zip(self._traced.inputs, layouts, strict=True)
-        kept = [x for i, x in pairs if x.kept is not None and i in self._product_inputs]
-        if kept:
+        needed = [x for i, x in pairs if i in self._product_inputs]
+        paths = {x.path: x.kept.axis for x in needed if x.kept is not None}
+        for axis in set(paths.values()):
             warn(
-                f"the optimizer multiplies matrices made of {some(sorted({x.path for x in kept}))}, "
-                f"which are kept on {kept[0].kept.axis!r}: they are gathered, "
-                "and every device multiplies all of them. Give the experts another optimizer, "
+                f"the optimizer multiplies matrices made of {some(sorted(paths))}, which are kept "
+                f"on {axis!r}: they are gathered, and every device multiplies all of them. Give "
+                "the experts another optimizer, "
                 "optax.partition({'experts': optax.adamw(1e-3), ...}, labels)."
             )
 
