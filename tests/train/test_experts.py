@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 import gshard
 from gshard.models import llama, moe
@@ -273,3 +274,40 @@ def test_a_loss_of_each_device_is_refused():
     with pytest.raises(gshard.GShardError, match="loss_semantics='per_device': a device has some"):
         step = gshard.make_train_step(mean_loss("one-hot"), plan, loss_semantics="per_device")
         step(state, batch())
+
+
+def test_tokens_that_are_saved_by_their_name_are_not_sent_again():
+    """`expert_exchange` names what an all-to-all brings, for the policy of a `jax.checkpoint`."""
+    counts = []
+    for names in ((), ("expert_exchange",)):
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        loss = jax.checkpoint(mean_loss("gshard.expert"), policy=policy)
+        state, plan = sharded(DATA_EXPERT, "os")
+        step = gshard.make_train_step(loss, plan)
+        audit = gshard.audit(step, state, batch())
+        counts.append(sum(r.times for r in audit.collectives if r.kind == "all-to-all"))
+    assert counts == [6, 4]
+
+
+def test_mixtral_on_256_devices_sends_a_fifth():
+    """8 experts of 7B on an axis of 8, 4,096 tokens on each device, rematerialized layers."""
+    setup, sent = moe.setup(precision="bfloat16"), {}
+    for name, keep in (("gathered", None), ("kept", {"experts/(up|gate|down)": ("expert", 1)})):
+        sizes = {"data": 32, "expert": 8} if keep else {"shard": 256}
+        mesh = AbstractMesh(
+            tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+        )
+        state, plan = gshard.shard_train_state(
+            setup.state, mesh, "p_g_os", keep=keep, **setup.shard
+        )
+        step = gshard.make_train_step(setup.loss_fn, plan, **setup.step)
+        given = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((256, *x.shape[1:]), x.dtype), setup.batch
+        )
+        with pytest.raises(ValueError, match="AbstractMesh"):  # it is traced, and not compiled
+            step.lower(state, given)
+        parameters = gshard.budget(plan).wire_bytes
+        tokens = gshard.budget(plan, loss_transfers=step.loss_transfers).wire_bytes - parameters
+        sent[name] = parameters + 3 * tokens  # forward, again, backward
+    assert sent["gathered"] > 275e9
+    assert sent["kept"] < 60e9
