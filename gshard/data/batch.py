@@ -87,7 +87,7 @@ def put_batch(batch: Any, plan: Plan, copy: bool = True) -> Any:
     memory, which the caller of `shard_batch` might fill with the next batch.
     """
     dims = plan.sequence_dims(batch)
-    copy = copy and plan.mesh.devices.flat[0].platform == "cpu"
+    copy = copy and plan.group.platform == "cpu"
 
     def put(x: Any, dim: int | None) -> jax.Array:
         sharded = NamedSharding(plan.mesh, spec_of(x, dim, plan.group))

@@ -96,8 +96,8 @@ def over_model_axes(given: Given) -> Decision:
 def along_model_axes(given: Given) -> Decision | None:
     """Along any dimension; along that of the examples the blocks of other devices follow."""
     place, params = given.placements[0], given.params
-    gathers = "all_gather_dimension" in params
-    along = params["all_gather_dimension" if gathers else "scatter_dimension"]
+    gathers = given.eqn.primitive.name == "all_gather"
+    along: int = params["all_gather_dimension" if gathers else "scatter_dimension"]
     if params["axis_index_groups"] is not None or not (params["tiled"] or gathers):
         return None
     if not params["tiled"]:

@@ -1,0 +1,119 @@
+"""The operations of `gshard.sequence` inside a step, and what they communicate."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from tests.tiers import quick
+from tests.train.sequence.models import (
+    B,
+    D,
+    Model,
+    T,
+    V,
+    assert_gradients,
+    batch,
+    init,
+    loss_of,
+    sharded,
+)
+
+HOW = {
+    "ring": {"by": "ring", "causal": True},
+    "ulysses": {"by": "ulysses", "causal": True},
+    "gather": {"by": "gather", "causal": True},
+    "window": {"by": "ring", "causal": True, "window": 5},
+}
+
+
+def model_of(how, *parts):
+    return Model(parts, tuple(HOW[how].items()))
+
+
+@pytest.mark.parametrize("order", quick(["contiguous", "zigzag"], ["zigzag"]))
+@pytest.mark.parametrize("how", quick(HOW, ["ring", "ulysses"]))
+@pytest.mark.parametrize("parts", quick(["", "scan remat"], [""]))
+def test_attention_matches_one_device(how, order, parts):
+    model = model_of(how, *parts.split())
+    loss, params = loss_of(model), init(model)
+    state, plan = sharded(params, sequence=4, order=order)
+    found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, batch())
+    assert_gradients(loss, params, found)
+
+
+def shifted_loss(params, batch):
+    """Uses what needs the neighbouring device, and reductions over sequences."""
+    sequence = gshard.sequence
+    x = params["embedding"][batch["x"]] * jnp.cos(sequence.positions(batch["x"]))[:, None]
+    x = x + sequence.shift_right(x) + sequence.norm(x, keepdims=True)
+    scores = jax.nn.log_softmax(x @ params["embedding"].T)
+    targets = sequence.shift_left(batch["x"], fill=0)
+    found = -jnp.take_along_axis(scores, targets[..., None], -1)[..., 0]
+    return sequence.mean(found, where=sequence.positions(batch["x"]) < T - 1).mean()
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_shifts_positions_and_reductions(order):
+    rng = np.random.default_rng(0)
+    params = {"embedding": rng.normal(size=(V, D)).astype(np.float32)}
+    state, plan = sharded(params, sequence=4, order=order)
+    found = jax.jit(gshard.value_and_grad(shifted_loss, plan))(state.params, batch())
+    assert_gradients(shifted_loss, params, found)
+
+
+def transfers(loss, params, **how):
+    state, plan = sharded(params, sequence=4, **how)
+    step = gshard.make_train_step(loss, plan)
+    step.lower(state, batch())
+    return step
+
+
+def of_kind(step, kind):
+    """Elements on one device, by the operation."""
+    found: Counter[str] = Counter()
+    for x in step.loss_transfers:
+        if x.kind == kind:
+            assert x.axes == ("sequence",)
+            assert x.line.startswith("models.py:"), x
+            found[x.operation] += x.elements * x.times
+    return found
+
+
+def test_a_ring_sends_keys_and_values_once_round():
+    step = transfers(loss_of(model_of("ring")), init(model_of("ring")))
+    keys = B // 2 * T // 4 * 2 * 3  # of a device
+    assert of_kind(step, "collective-permute") == {"gshard.sequence.attention": 3 * 2 * keys}
+    assert not of_kind(step, "all-gather")
+
+
+def test_flaxs_attention_gathers_keys_and_values():
+    step = transfers(loss_of(Model()), init(Model()))
+    assert of_kind(step, "all-gather") == {"dot_general": 2 * B // 2 * T * D}
+    assert not of_kind(step, "collective-permute")
+
+
+def test_a_layer_in_a_scan_counts_as_often_as_it_runs():
+    model = model_of("ulysses", "scan", "remat")
+    counts = {x.times for x in transfers(loss_of(model), init(model)).loss_transfers}
+    assert counts == {4}  # two layers, in each q and the output, and k and v
+
+
+@pytest.mark.parametrize("how", quick(HOW, ["ring"]))
+def test_the_budget_is_what_the_program_sends(how):
+    """Of the forward pass alone: evaluation has no other."""
+    model = model_of(how)
+    params = init(model)
+    state, plan = sharded(params, "dp", sequence=4)
+    step = gshard.make_train_step(loss_of(model), plan)
+    step.lower(state, batch())
+    rows = {x.kind: x.elements for x in step.budget.communicated if x.purpose == "loss"}
+    assert rows == {
+        kind: sum(of_kind(step, kind).values())
+        for kind in {x.kind for x in step.loss_transfers if x.axes}
+    }

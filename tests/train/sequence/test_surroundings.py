@@ -1,0 +1,152 @@
+"""Evaluation, data, checkpoints, NNX and processes with sharded sequences."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gshard
+from tests.processes import run_workers
+from tests.train.sequence.models import (
+    Model,
+    V,
+    batch,
+    init,
+    loss_of,
+    losses,
+    on_one_device,
+    sharded,
+)
+
+
+def outputs(params, batch):
+    found = losses(Model(), params, batch)
+    return {
+        "loss": found.mean(),
+        "masked": gshard.Weighted((found * batch["mask"]).sum(), batch["mask"].sum()),
+        "tokens": gshard.Reduced(batch["mask"].sum(), "sum"),
+        "largest": gshard.Reduced(found.max(), "max"),
+        "of_examples": found.mean(1),
+        "of_positions": found,
+    }
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("semantics", ["global", "per_device"])
+def test_evaluation(semantics, order):
+    params = init(Model())
+    state, plan = sharded(params, sequence=4, order=order)
+    evaluate = gshard.make_eval_step(outputs, plan, loss_semantics=semantics)
+    found, wanted = evaluate(state, batch()), outputs(params, batch())
+    for name, x in found.items():
+        y = wanted[name]
+        y = y.sum / y.weight if isinstance(y, gshard.Weighted) else getattr(y, "value", y)
+        np.testing.assert_allclose(x, y, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("semantics", ["global", "per_micro_batch", "per_device"])
+def test_auxiliary_outputs(semantics):
+    params = init(Model())
+
+    def loss(params, batch):
+        found = outputs(params, batch)
+        del found["of_examples"], found["of_positions"]
+        return found.pop("loss"), found
+
+    state, plan = sharded(params, sequence=4)
+    options = {"has_aux": True, "loss_semantics": semantics, "micro_batches": 2}
+    if semantics == "global":
+        options["micro_batches"] = 1  # the largest of all examples
+    aux = gshard.make_train_step(loss, plan, **options)(state, batch())[1]["aux"]
+    wanted = loss(params, batch())[1]
+    np.testing.assert_allclose(aux["largest"], wanted["largest"].value, rtol=1e-5)
+    if semantics == "per_micro_batch":
+        return  # sums and quotients of micro-batches are averaged
+    np.testing.assert_allclose(aux["tokens"], wanted["tokens"].value)
+    masked = wanted["masked"]
+    np.testing.assert_allclose(aux["masked"], masked.sum / masked.weight, rtol=1e-5)
+
+
+def test_a_loader_and_steps_with_adam():
+    """Three steps with clipping, of batches that a loader shuffles."""
+    params = init(Model())
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-3))
+    loss, data = loss_of(Model(), "masked mean"), {k: v for k, v in batch().items()}
+
+    def trained(mesh):
+        given = (params, tx)
+        state, plan = gshard.shard_train_state(given, mesh, "p_g_os", min_shard_size=0)
+        step = gshard.make_train_step(loss, plan)
+        loader = gshard.DataLoader(data, 8, plan, seed=3)
+        for examples in loader:
+            if mesh.size > 1:
+                assert examples["x"].sharding.spec == jax.P(("shard",), "sequence")
+            state, metrics = step(state, examples)
+        return gshard.full_params(state), metrics["loss"]
+
+    found = trained(gshard.make_mesh(sequence=4))
+    wanted = trained(gshard.make_mesh(devices=jax.devices()[:1]))
+    np.testing.assert_allclose(found[1], wanted[1], rtol=1e-5)
+    for x, y in zip(*map(jax.tree.leaves, (found[0], wanted[0])), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=3e-5)
+
+
+def test_a_checkpoint_goes_to_another_number_of_sequence_devices(tmp_path):
+    params, loss = init(Model()), loss_of(Model())
+    state, plan = sharded(params, sequence=4)
+    state, _ = gshard.make_train_step(loss, plan)(state, batch())
+    with gshard.Checkpointer(tmp_path, every=1) as checkpointer:
+        checkpointer.save(1, state)
+    for mesh in ({"sequence": 2}, {"replica": 2}):
+        other, plan = sharded(params, "os", **mesh)
+        with gshard.Checkpointer(tmp_path) as checkpointer:
+            restored = checkpointer.restore(like=other).state
+        both = (jax.tree.leaves(gshard.full_params(x)) for x in (state, restored))
+        for x, y in zip(*both, strict=True):
+            np.testing.assert_array_equal(x, y)
+        _, metrics = gshard.make_train_step(loss, plan)(restored, batch())
+        np.testing.assert_allclose(
+            metrics["loss"], on_one_device(loss, gshard.full_params(state), batch())[0], rtol=1e-5
+        )
+
+
+class Attending(nnx.Module):
+    def __init__(self, rngs):
+        self.embedding = nnx.Embed(V, 16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)
+        self.out = nnx.Linear(16, V, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embedding(tokens)
+        x = x + self.attention(x, mask=nnx.make_causal_mask(tokens))
+        return self.out(x)
+
+
+def test_an_nnx_model():
+    def loss(model, batch):
+        out = model(batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(out, batch["y"]).mean()
+
+    def made():
+        model = Attending(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    found = []
+    for mesh in (gshard.make_mesh(sequence=4), gshard.make_mesh(devices=jax.devices()[:1])):
+        pair, plan = gshard.shard_train_state(made(), mesh, "p_g_os", min_shard_size=0)
+        step = gshard.make_train_step(loss, plan)
+        for _ in range(2):
+            metrics = step(*pair, batch())
+        found.append(metrics["loss"])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_processes_that_share_sequences(tmp_path):
+    """Two processes have half of the devices along each sequence, and give the same examples."""
+    for found in run_workers(tmp_path, "train.sequence.worker"):
+        np.testing.assert_allclose(found["losses"], found["of_one_device"], rtol=1e-5)
+        assert "must give the same examples" in str(found["of_other_examples"])
+        assert found["slice"].shape == (24, 12)
