@@ -101,7 +101,8 @@ def make_eval_step(
 
         def of_global_batch(params: Any, non_trainable: Any, batch: Any) -> Any:
             of_examples = experts.complete(sequences.complete(outputs))
-            found, own = global_batch.outputs(of_examples, (params, non_trainable), batch)
+            inside = (lambda: experts.own) if experts.is_on else None
+            found, own = global_batch.outputs(of_examples, (params, non_trainable), batch, inside)
             per_example[:] = own
             return found
 

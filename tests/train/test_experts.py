@@ -122,18 +122,32 @@ def test_dropout_draws_what_one_device_draws():
     assert abs(float(value) - float(wanted)) < 2e-6 and worst(grads, reference) < 2e-6
 
 
-def test_evaluation_keeps_the_order_of_the_examples():
+@pytest.mark.parametrize("mesh", quick(["data 2, expert 4", "expert 8"], ["data 2, expert 4"]))
+def test_evaluation_keeps_the_order_of_the_examples(mesh):
     def evaluate(p, given):
         h = jnp.tanh(p["embed"][given["x"]])
         out = (h + one_hot(p, h)) @ p["head"]
-        return {"each": out.sum((1, 2)), "best": out.argmax(-1), "mean": out.mean()}
+        each = out.sum((1, 2))
+        return {
+            "each": each,
+            "best": out.argmax(-1),
+            "mean": out.mean(),
+            "turned": each.reshape(4, -1).T,  # entries of several devices in one row
+            "of parameters": p["head"].sum(0),
+            "sum": gshard.Weighted(each.sum(), each.size),
+        }
 
-    state, plan = sharded(DATA_EXPERT, "p_g_os")
+    state, plan = sharded(MESHES[mesh], "p_g_os")
     found = gshard.make_eval_step(evaluate, plan)(state, batch())
     wanted = evaluate(params(), batch())
     np.testing.assert_allclose(found["each"], wanted["each"], rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(found["best"], wanted["best"])
-    assert abs(float(found["mean"]) - float(wanted["mean"])) < 1e-6
+    for name in ("mean", "turned", "of parameters"):
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-4)
+    assert abs(float(found["sum"]) - float(wanted["each"].mean())) < 1e-4
+    if mesh == "data 2, expert 4":
+        each = jax.P(("expert", "data"))
+        assert found["each"].sharding.spec == found["best"].sharding.spec == each
 
 
 def test_gradients_of_several_calls_are_weighed_by_their_examples():

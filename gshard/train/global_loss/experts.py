@@ -20,8 +20,10 @@ import jax.numpy as jnp
 from gshard._util.errors import GShardError
 from gshard.sharding.mesh import Group
 from gshard.train.global_loss.evaluator import GlobalEvaluator
+from gshard.train.global_loss.placement import REPLICATED, Placement, sharded
 from gshard.train.global_loss.sequences import Sequences
-from gshard.train.global_loss.shares import evaluate_loss
+from gshard.train.global_loss.shares import evaluate_loss, is_output
+from gshard.train.loss import Reduced
 
 
 class Experts(Sequences):
@@ -31,17 +33,33 @@ class Experts(Sequences):
       group: the data axes.
       kept: the dimension of each parameter that is sharded over the axis.
       limit: bytes per device that one operation may all-gather; None for any number.
+
+    Attributes:
+      own: after a call of what `complete` returned, which of its outputs have one entry for each
+        example, of which this device has its own.
     """
 
     def __init__(self, group: Group, kept: Sequence[int | None], limit: int | None):
         super().__init__(group, (), limit, of_global_batch=True, order="contiguous")
-        self.kept = list(kept)
+        self.kept, self.own = list(kept), list[bool]()
         self.batches = group.batch_shards // group.experts
 
     @property
     def is_on(self) -> bool:
         """Whether any parameter is kept."""
         return bool(self.group.kept)
+
+    def _completed(self, evaluator: GlobalEvaluator, found: Any) -> Any:
+        """Returns a tree of arrays, complete but for those with one entry for each example."""
+        leaves, tree = jax.tree.flatten(found, is_leaf=is_output)
+        at = [getattr(x.value if isinstance(x, Reduced) else x, "placement", None) for x in leaves]
+        self.own = [place == sharded(0) for place in at]
+
+        def converted(x: Any, place: Placement) -> Any:
+            return jax.tree.map(lambda value: evaluator.convert(value, place), x)
+
+        pairs = zip(leaves, self.own, strict=True)
+        return tree.unflatten(converted(x, sharded(0) if own else REPLICATED) for x, own in pairs)
 
     def _values(
         self, fun: Callable[..., Any], trained: int, params: list[Any], batch: Any, rng: Any

@@ -96,10 +96,13 @@ class Sequences:
             def of_leaves(leaves: list[Any], batch: Any, _: Any) -> Any:
                 return fun(*structure.unflatten(leaves), batch)
 
-            evaluator, found = self._values(of_leaves, 0, leaves, batch, None)
-            return jax.tree.map(lambda value: evaluator.convert(value, REPLICATED), found)
+            return self._completed(*self._values(of_leaves, 0, leaves, batch, None))
 
         return of_slices
+
+    def _completed(self, evaluator: GlobalEvaluator, found: Any) -> Any:
+        """Returns a tree of complete arrays."""
+        return jax.tree.map(lambda value: evaluator.convert(value, REPLICATED), found)
 
     def _values(
         self, fun: Callable[..., Any], trained: int, params: list[Any], batch: Any, rng: Any

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from gshard._util.jaxpr import abstract, abstract_like
 from gshard.sharding.mesh import Group
+from gshard.train.comm.examples import gather_examples
 from gshard.train.fsdp.trace_loss import trace_loss
 from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
@@ -78,10 +79,18 @@ class GlobalBatch:
         found = evaluate_loss(evaluator, fun, self.group, dims, 1, trained, params, batch, rng)
         return evaluator, found
 
-    def outputs(self, fun: Callable[..., Any], params: Any, batch: Any) -> tuple[Any, list[bool]]:
+    def outputs(
+        self,
+        fun: Callable[..., Any],
+        params: Any,
+        batch: Any,
+        own_inside: Callable[[], Sequence[bool]] | None = None,
+    ) -> tuple[Any, list[bool]]:
         """Evaluates `fun(*params, batch)`, and completes its outputs.
 
-        Returns the tree of outputs, and of each whether this device has those of its examples.
+        `own_inside`, where parameters are kept on an axis, says afterwards which outputs `fun`
+        returns for the examples of one device of that axis. Returns the tree of outputs, and of
+        each whether this device has those of its examples.
         """
         leaves, structure = jax.tree.flatten(params)
 
@@ -90,16 +99,20 @@ class GlobalBatch:
 
         evaluator, found = self.values(of_leaves, 0, leaves, batch, None, 0)
 
-        def complete(x: Any) -> tuple[Any, bool]:
+        def complete(x: Any, inside: bool) -> tuple[Any, bool]:
             if isinstance(x, Weighted):
                 both = (evaluator.convert(v, REPLICATED) for v in (x.sum, x.weight))
                 return jnp.divide(*both), False
             value = x.value if isinstance(x, Reduced) else x
-            own = value.placement == sharded(0)
-            return evaluator.convert(value, sharded(0) if own else REPLICATED), own
+            own = inside and value.placement == sharded(0)
+            array = evaluator.convert(value, sharded(0) if own else REPLICATED)
+            if inside and not own and own_inside is not None:
+                array = gather_examples(array, 0, 1, (self.group.kept,))
+            return array, own
 
         leaves, tree = jax.tree.flatten(found, is_leaf=is_output)
-        pairs = [complete(x) for x in leaves]
+        inside = [True] * len(leaves) if own_inside is None else own_inside()
+        pairs = [complete(x, own) for x, own in zip(leaves, inside, strict=True)]
         return jax.tree.unflatten(tree, [x for x, _ in pairs]), [own for _, own in pairs]
 
     def shares(self, fun: Callable[..., Any], by_examples: bool, trained: int, *args: Any) -> Any:
