@@ -52,7 +52,6 @@ CASES = [
 QUICK = [
     ("p_g_os", "data 2, expert 4", "one-hot"),
     ("os", "replica 2, data 2, expert 2", "one-hot"),
-    ("p_g_os", "data 2, expert 4", "every token"),
 ]
 
 
