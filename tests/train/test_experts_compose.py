@@ -28,6 +28,7 @@ from tests.experts import (
     sharded,
     worst,
 )
+from tests.processes import run_workers
 
 ONE = {"devices": jax.devices()[:1]}
 
@@ -205,3 +206,13 @@ def test_nnx_experts_are_kept_by_their_metadata():
         found.append((float(metrics["loss"]), str(plan)))
     assert abs(found[0][0] - found[1][0]) < 5e-6
     assert found[1][1].count("kept on expert") == 4
+
+
+@pytest.mark.slow
+def test_two_processes_share_experts_and_examples(tmp_path):
+    for found in run_workers(tmp_path, "train.experts_worker"):
+        np.testing.assert_allclose(found["losses"], found["of_one_device"], rtol=2e-6)
+        assert np.diff(found["mine"]).max() > 1  # each has examples of every expert device
+        np.testing.assert_allclose(
+            found["by_position"], found["by_position_of_one_device"], rtol=1e-5
+        )
