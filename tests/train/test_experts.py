@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -324,3 +326,32 @@ def test_mixtral_on_256_devices_sends_a_fifth():
         sent[name] = parameters + 3 * tokens  # forward, again, backward
     assert sent["gathered"] > 275e9
     assert sent["kept"] < 60e9
+
+
+@pytest.mark.parametrize("axes", quick(["batch", "data", "expert", "expert data"], ["batch"]))
+def test_a_mean_over_devices_is_one_over_the_batch(axes):
+    """As a BatchNorm with an axis name takes one."""
+
+    def loss(p, given, axes=None):
+        h = jnp.tanh(p["embed"][given["x"]])
+        mean = h.mean((0, 1))
+        h = h - (mean if axes is None else jax.lax.pmean(mean, axes))
+        return jnp.square(h + one_hot(p, h)).mean()
+
+    state, plan = sharded(DATA_EXPERT, "os")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the loss communicates over the axis 'batch'")
+        run = jax.jit(gshard.value_and_grad(partial(loss, axes=tuple(axes.split())), plan))
+        value, grads = run(state.params, batch())
+    wanted, reference = jax.value_and_grad(loss)(params(), batch())
+    assert abs(float(value) - float(wanted)) < 2e-6
+    # what no loss needs has no gradient
+    found = {name: grads[name] for name in ("embed", "router", "experts")}
+    assert worst(found, {name: reference[name] for name in found}) < 2e-6
+
+
+def test_what_a_limit_refuses_names_a_way_that_works():
+    state, plan = sharded(DATA_EXPERT, "os")
+    step = gshard.make_train_step(mean_loss("every token"), plan, gather_limit=100)
+    with pytest.raises(gshard.GShardError, match="as gshard.expert.dispatch does, or raise gather"):
+        step(state, batch())

@@ -87,6 +87,7 @@ class GlobalEvaluator:
       batches: how many devices share the examples of the traced values.
       exchanges: whether an all-to-all may change which dimension is sharded: where parameters are
         kept on the axis.
+      other_axes: the axes that share the examples of the traced values.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class GlobalEvaluator:
         self.axes, self.micro_batches = tuple(axes), micro_batches
         self.of_examples, self.batches = of_examples, 1
         self.exchanges = False
+        self.other_axes: tuple[str, ...] = ()
         index = group_index(self.axes) * micro_batches + micro_batch
         self.partition = Partition(devices * micro_batches, index, zigzag)
         self.transfers, self.gathers = list[Transfer](), 0
@@ -376,6 +378,11 @@ class GlobalEvaluator:
             "raise gather_limit=, or pass loss_semantics='per_device', where each device sees its "
             "own examples alone."
         )
+        if self.exchanges:
+            fix = (
+                "Make the experts a dimension of both operands of a product, as "
+                "gshard.expert.dispatch does, or raise gather_limit=."
+            )
         if not self.of_examples:
             what = "positions of the sequence"
             fix = (

@@ -66,6 +66,7 @@ class Experts(Sequences):
     ) -> tuple[GlobalEvaluator, Any]:
         evaluator = GlobalEvaluator((self.group.kept,), self.group.experts)
         evaluator.limit, evaluator.batches, evaluator.exchanges = self.limit, self.batches, True
+        evaluator.other_axes = self.group.outer_axes
         dims = [0 if jnp.ndim(x) else None for x in jax.tree.leaves(batch)]
         given = (self.group, dims, 1, trained, params, batch, rng, self.kept)
         return evaluator, evaluate_loss(evaluator, fun, *given)

@@ -68,7 +68,8 @@ def sum_error(place: str) -> GShardError:
 
 
 def _check(given: Given, eqn: Any, of_examples: bool) -> None:
-    name, data, names = eqn.primitive.name, given.evaluator.axes, names_in(eqn.params)
+    name, names = eqn.primitive.name, names_in(eqn.params)
+    data = (*given.evaluator.axes, *given.evaluator.other_axes)
     over = [axis for axis in names if axis in data]
     if name in _OF_ONE_DEVICE or of_examples or len(over) < len(names):
         if not given.evaluator.of_examples:

@@ -24,6 +24,7 @@ class Evaluator(Protocol):
     """What a rule uses of `evaluator.GlobalEvaluator`, which describes it."""
 
     axes: tuple[str, ...]
+    other_axes: tuple[str, ...]
     partition: Partition
     micro_batches: int
     of_examples: bool
