@@ -84,10 +84,16 @@ def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
     paths, _, structure = flatten(tree)
     known = list(known)
     if paths != known:
+        hint = ""
+        if any(path.endswith("/codes") for path in {*known} ^ {*paths}):
+            hint = (
+                " Codes and scales are those of moments that are stored in 8 bits: "
+                "state.tx.init(state.params) makes a new optimizer state with them."
+            )
         raise GShardError(
             f"{what} not the tree that the plan was made for: {differences(paths, known)}. Pass "
             "what gshard.shard_train_state returned, or make a new plan with it (and build the "
-            "step again)."
+            f"step again).{hint}"
         )
     return structure
 

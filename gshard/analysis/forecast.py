@@ -35,7 +35,7 @@ from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.level import LEVELS, parse_levels
 from gshard.sharding.nodes import nodes_of
 from gshard.sharding.plan import Plan
-from gshard.sharding.topology import REPLICA, SHARD
+from gshard.sharding.topology import REPLICA, SEQUENCE, SHARD
 
 
 def forecast(
@@ -45,6 +45,7 @@ def forecast(
     levels: str | int | Sequence[str] = tuple(LEVELS),
     arguments: Mapping[str, Any] | None = None,
     replica: int = 1,
+    sequence: int = 1,
     micro_batch_size: int = 1,
     micro_batches: int = 1,
     accumulate: str = "level",
@@ -68,7 +69,8 @@ def forecast(
       levels: names of levels, as a sequence or as one text with commas.
       arguments: keyword arguments of the function that `model` names.
       replica: number of replicas of the sharded state, if `devices` is a number.
-      micro_batch_size: examples of one micro-batch on one device.
+      sequence: devices that share the sequence of an example, if `devices` is a number.
+      micro_batch_size: examples of one micro-batch on one device, or on those that share them.
       micro_batches: number of micro-batches in one step (k).
       accumulate: as in `make_train_step`.
       reshard_after_forward: as in `make_train_step`.
@@ -106,11 +108,12 @@ def forecast(
     setup = load_setup(model, arguments) if isinstance(model, str) else as_setup(model)
     choices = Choices(micro_batch_size, micro_batches, accumulate, reshard_after_forward, offload)
     if not isinstance(devices, (Mesh, AbstractMesh)):
-        devices = abstract_mesh(devices, replica)
-    elif replica != 1:
+        devices = abstract_mesh(devices, replica, sequence)
+    elif (replica, sequence) != (1, 1):
+        given = "sequence" if replica == 1 else "replica"
         raise GShardError(
-            "replica= goes with a number of devices; devices= is a mesh, which has its own replica "
-            "axis. Leave replica= out."
+            f"{given}= goes with a number of devices; devices= is a mesh, which has its own "
+            f"{given} axis. Leave {given}= out."
         )
     setup = without_arrays(setup)
     names = parse_levels(levels)
@@ -150,6 +153,7 @@ def forecast_config(
         levels=config.levels,
         arguments=config.arguments,
         replica=config.replica,
+        sequence=config.sequence,
         activations=activations,
         platform=None if target is None else target.platform,
         devices_per_node=None if target is None else target.devices_per_node,
@@ -161,16 +165,22 @@ def forecast_config(
     return dataclasses.replace(found, target=target.text, usable=target.chip.usable)
 
 
-def abstract_mesh(devices: int, replica: int = 1) -> AbstractMesh:
-    """Returns the mesh of `make_mesh(replica=)` without needing its devices."""
+def abstract_mesh(devices: int, replica: int = 1, sequence: int = 1) -> AbstractMesh:
+    """Returns the mesh of `make_mesh(replica=, sequence=)` without needing its devices."""
     devices = check_integer("devices", devices, 1, most=MOST)
     replica = check_integer("replica", replica, 1, most=MOST)
-    if devices % replica:
-        raise GShardError(f"replica={replica} does not divide {devices} devices.")
-    sizes, names = (devices // replica,), (SHARD,)
-    if replica > 1:
-        sizes, names = (replica, *sizes), (REPLICA, *names)
-    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+    sequence = check_integer("sequence", sequence, 1, most=MOST)
+    for name, size in (("replica", replica), ("sequence", sequence)):
+        if devices % size:
+            raise GShardError(f"{name}={size} does not divide {devices} devices.")
+    if devices % (replica * sequence):
+        raise GShardError(
+            f"replica={replica} times sequence={sequence} does not divide {devices} devices."
+        )
+    sizes = {REPLICA: replica, SHARD: devices // replica // sequence, SEQUENCE: sequence}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == SHARD}
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
 # Ways to accumulate gradients and to keep gathered parameters: arguments of `make_train_step`.

@@ -277,6 +277,7 @@ class Config:
     replica: int = 1
     choices: Choices = Choices()
     vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    sequence: int = 1
 
     def device_count(self) -> int:
         """The number of devices, which CONFIG or an option must give."""
@@ -350,6 +351,7 @@ def _config_of(values: dict[str, Any], where: str) -> Config:
         "devices",
         "target",
         "replica",
+        "sequence",
         *chosen,
     ]
     for key in values:
@@ -398,4 +400,5 @@ def _config_of(values: dict[str, Any], where: str) -> Config:
         check_integer("replica", values.get("replica", 1), 1, most=MOST),
         Choices(**{key: values[key] for key in chosen if key in values}),
         vary,
+        check_integer("sequence", values.get("sequence", 1), 1, most=MOST),
     )

@@ -12,6 +12,7 @@ from gshard._util.errors import GShardError
 from gshard.analysis.aot.target import Target
 from gshard.analysis.calibration import Calibration
 from gshard.analysis.cost_model import Cost, cost, seconds_to_send
+from gshard.analysis.fewer_bits import FewerBits, fewer_bits
 from gshard.analysis.forecast import abstract_mesh, footprint_of, level_forecast
 from gshard.analysis.forecast_report import LevelForecast
 from gshard.analysis.memory.footprint import MARGIN, Footprint
@@ -131,6 +132,17 @@ def advise(
         found += _judged(setup_of(option), target, option, measured)
     say(total, total)
     return ranked(found)
+
+
+def bits_to_save(config: Config, found: Sequence[Verdict]) -> list[FewerBits]:
+    """Says what sending and storing in fewer bits would give the first option."""
+    target, first = config.target, found[0].option
+    if target is None:
+        return []
+    made = load_setup(config.model, {**config.arguments, **first.arguments})
+    mesh = abstract_mesh(target.devices, first.replica)
+    near = target.devices_per_node
+    return fewer_bits(without_arrays(made), mesh, first.level, first.choices, near)
 
 
 def _repeats(setup: TrainSetup, target: Target, option: Option) -> bool:

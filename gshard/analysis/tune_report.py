@@ -10,6 +10,7 @@ from rich.table import Table
 
 from gshard._util.text import bytes_of, seconds_of, text_of, text_table
 from gshard.analysis.calibration import Calibration
+from gshard.analysis.fewer_bits import FewerBits, fewer_bits_table
 from gshard.analysis.memory.footprint import MARGIN
 from gshard.analysis.setup import Config
 from gshard.analysis.tune import TIE, Verdict, best_of_each
@@ -29,11 +30,12 @@ def advice_text(
     found: Sequence[Verdict],
     every: bool = False,
     measured: Calibration | None = None,
+    bits: Sequence[FewerBits] = (),
 ) -> str:
     """A report: options that fit, fastest first, and of the others the nearest to fitting.
 
     Of options that differ only in replicas and micro-batches it has the fastest, or all with
-    `every`.
+    `every`. `bits` are what fewer bits would give the first option.
     """
     fit, others = [x for x in found if x.fits], [x for x in found if not x.fits]
     examples = config.choices.micro_batch_size * config.choices.micro_batches
@@ -58,6 +60,7 @@ def advice_text(
             rows.append((*x.names.values(), bytes_of(x.needs), missing))
         title = f"Does not fit: {len(others)}; the nearest"
         parts.append(text_table(title, others[0].names, ("needs", "too much by"), rows))
+    parts += fewer_bits_table(bits)
     parts.append(
         (
             "Times are relative to the first option. They are estimates, meant for ranking, and "

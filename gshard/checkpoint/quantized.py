@@ -5,6 +5,8 @@ They are read as they are stored, and then decoded or encoded on the devices.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Protocol
@@ -49,9 +51,24 @@ def stored_otherwise(plan: Plan, stored: Mapping[str, Stored]) -> dict[str, Any]
         if is_quantized(x) and path in stored:
             found[path] = decoded_layouts(x).in_memory(DEVICE)
         elif blocks and is_quantized(x) and blocks != (x.axis, x.shards):
-            found[path] = quantized_layout(decoded_layouts(x).in_memory(DEVICE), *blocks)
+            found[path] = _in_blocks(decoded_layouts(x), *blocks)
         elif blocks and not is_quantized(x) and path not in stored and is_floating(x.dtype):
-            found[path] = quantized_layout(x.in_memory(DEVICE), *blocks)
+            found[path] = _in_blocks(x, *blocks)
+    return found
+
+
+def _in_blocks(layout: Layout, axis: int, shards: int) -> Any:
+    """Returns the layouts of codes and scales to read, in blocks of another plan.
+
+    Model-parallel axes shard the scales only if they divide the number of blocks.
+    """
+    found = quantized_layout(layout.in_memory(DEVICE), axis, shards)
+    names = list(layout.model_axes)
+    sizes = dict(layout.group.model_axes)
+    if names and found.scales.shape[axis] % math.prod(sizes[name] for name in names[axis]):
+        names[axis] = ()
+        scales = dataclasses.replace(found.scales, model_axes=tuple(names))
+        found = dataclasses.replace(found, scales=scales)
     return found
 
 

@@ -131,6 +131,7 @@ def _compiled(config: Config, target: Target) -> dict[str, dict[str, Any]]:
             "target": target.text,
             "level": level,
             "replica": config.replica,
+            "sequence": config.sequence,
             **vars(config.choices),
         }
         try:

@@ -112,6 +112,7 @@ class Attention(nn.Module):
 
     sizes: Sizes
     dtype: Any
+    attention: str = "slices"
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array) -> Any:
@@ -124,9 +125,12 @@ class Attention(nn.Module):
             return y_BxTxnE.reshape(B, T, n, D // H)
 
         q_BxTxHxE, k_BxTxKxE, v_BxTxKxE = heads(H, "q"), heads(K, "k"), heads(K, "v")
-        y_BxTxHxE = attend(
-            rotate(q_BxTxHxE, *rope), rotate(k_BxTxKxE, *rope), v_BxTxKxE, slice_of(T)
-        )
+        q_BxTxHxE, k_BxTxKxE = rotate(q_BxTxHxE, *rope), rotate(k_BxTxKxE, *rope)
+        if self.attention == "slices":
+            y_BxTxHxE = attend(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, slice_of(T))
+        else:
+            how = {"causal": True, "by": self.attention}
+            y_BxTxHxE = gshard.sequence.attention(q_BxTxHxE, k_BxTxKxE, v_BxTxKxE, **how)
         y_BxTxD = y_BxTxHxE.reshape(B, T, D)
         return nn.Dense(D, use_bias=False, dtype=self.dtype, name="o")(y_BxTxD)
 
@@ -152,13 +156,15 @@ class Block(nn.Module):
 
     sizes: Sizes
     dtype: Any
+    attention: str
     batch_sharding: NamedSharding | None
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, _: Any) -> Any:
         epsilon = self.sizes.epsilon
         h_BxTxD = nn.RMSNorm(epsilon, dtype=self.dtype, name="attention_norm")(x_BxTxD)
-        y_BxTxD = Attention(self.sizes, self.dtype, name="attention")(h_BxTxD)
+        attention = Attention(self.sizes, self.dtype, self.attention, name="attention")
+        y_BxTxD = attention(h_BxTxD)
         x_BxTxD = hold(x_BxTxD + y_BxTxD, self.batch_sharding)
         h_BxTxD = nn.RMSNorm(epsilon, dtype=self.dtype, name="mlp_norm")(x_BxTxD)
         y_BxTxD = MLP(self.sizes, self.dtype, name="mlp")(h_BxTxD)
@@ -174,6 +180,8 @@ class Llama(nn.Module):
       sizes: of the model.
       dtype: what is computed in; parameters are cast to it where they are used.
       remat: what the backward pass finds of a layer, a value of `REMAT`.
+      attention: `"slices"` of queries at a time, or how `gshard.sequence.attention` shares a
+        sequence: `"ring"`, `"ulysses"` or `"gather"`.
       batch_sharding: of activations (examples, ...), for a compiler that chooses layouts; None if
         each device sees only its own examples.
     """
@@ -181,6 +189,7 @@ class Llama(nn.Module):
     sizes: Sizes = Sizes()
     dtype: Any = jnp.bfloat16
     remat: Any = REMAT["full"]
+    attention: str = "slices"
     batch_sharding: NamedSharding | None = None
 
     @nn.compact
@@ -189,7 +198,8 @@ class Llama(nn.Module):
         embed = nn.Embed(V, D, dtype=self.dtype, name="embed")
         x_BxTxD = hold(embed(tokens_BxT), self.batch_sharding)
         layers = stack_of(Block, self.sizes.layers, self.remat)
-        x_BxTxD, _ = layers(self.sizes, self.dtype, self.batch_sharding, name=STACK)(x_BxTxD, None)
+        layer = self.sizes, self.dtype, self.attention, self.batch_sharding
+        x_BxTxD, _ = layers(*layer, name=STACK)(x_BxTxD, None)
         x_BxTxD = nn.RMSNorm(self.sizes.epsilon, dtype=self.dtype, name="norm")(x_BxTxD)
 
         if self.sizes.tied:
@@ -262,6 +272,7 @@ def setup(
     sequence: int = 4096,
     dtype: str = "bfloat16",
     remat: str = "full",
+    attention: str = "slices",
     precision: str | None = None,
     optimizer: str = "adamw",
     learning_rate: float = 3e-4,
@@ -275,6 +286,7 @@ def setup(
       dtype: `"bfloat16"` or `"float32"`, what is computed in.
       remat: what is kept of a layer for the backward pass: `"none"` computes nothing again,
         `"dots"` keeps the products with weights, `"full"` keeps a layer's input alone.
+      attention: see `Llama`; with a sequence axis `"ring"` or `"ulysses"`.
       precision, optimizer, learning_rate, seed: see `setup_of`.
     """
     sizes = Sizes(layers, width, heads, kv_heads, mlp, vocabulary, tied, theta)
@@ -282,8 +294,10 @@ def setup(
         sequence > 0 and sequence % min(SLICE, sequence) == 0,
         f"sequence={sequence} is a multiple of {SLICE}, or shorter",
     )
+    computed = named("dtype", dtype, DTYPES), named("remat", remat, REMAT)
+    known = {name: name for name in ("slices", "ring", "ulysses", "gather")}
     return setup_of(
-        Llama(sizes, named("dtype", dtype, DTYPES), named("remat", remat, REMAT)),
+        Llama(sizes, *computed, named("attention", attention, known)),
         sequence,
         optimizer=optimizer,
         learning_rate=learning_rate,

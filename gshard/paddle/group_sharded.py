@@ -49,6 +49,8 @@ def group_sharded_parallel(
     sync_comm: bool = False,
     dp_group: Any = None,
     exclude_layer: Any = None,
+    *,
+    wire: Any = None,
 ) -> tuple[Any, Any, Any]:
     """Shards a model and its optimizer over devices.
 
@@ -72,6 +74,8 @@ def group_sharded_parallel(
       dp_group: devices, one from each replica of the sharded state; orthogonal to `group`.
       exclude_layer: at `"p_g_os"`, layers that stay replicated, with their sublayers: class names,
         `id(layer)`s, or regular expressions for paths.
+      wire: gshard's own: `"int8"` or a float8 dtype in which gradients are reduce-scattered, and at
+        `"p_g_os"` parameters all-gathered, as in `gshard.shard_train_state`.
 
     Returns:
       The wrapped model, the wrapped optimizer, and the wrapped scaler (None without `scaler`).
@@ -121,11 +125,16 @@ def group_sharded_parallel(
     if useless:
         warn(f"{call}: these have no effect: {'; '.join(useless)}. Leave them out.")
     options = ShardingOptions(
-        offload=offload, replica_axes=replica_axes, broadcast_from=first_process(mesh)
+        offload=offload, replica_axes=replica_axes, broadcast_from=first_process(mesh), wire=wire
     )
     if shards:
         options |= ShardingOptions(min_shard_size=segment_size, rules=rules)
     (model, optimizer), plan = shard_and_advise(pair, mesh, chosen, options, _advice(chosen))
+    if plan.rounds_at_random:
+        raise GShardError(
+            f"{call}: wire={shown(wire)} rounds gradients at random, by the number of the step, "
+            "and backward() does not know which step it is part of. Use wire='int8'."
+        )
     params = jax.tree.leaves(nnx.state(module, nnx.Param))
     if scaler is None and any(x.dtype == jnp.float16 for x in params):
         warn(

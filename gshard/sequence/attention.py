@@ -168,7 +168,7 @@ def of_library(
 
 def _by_slices(inputs: Inputs, devices: int, zigzag: bool, kv_heads: int) -> Inputs:
     """The same by the device that has the keys; a mask is by positions until now."""
-    segments, mask = inputs
+    segments, mask, _ = inputs
     if segments is not None:
         segments = segments.reshape(segments.shape[0], devices, -1)
     if mask is not None:

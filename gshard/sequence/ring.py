@@ -108,6 +108,7 @@ class Inputs(NamedTuple):
 
     segments_BxSxk: jax.Array | None
     mask: jax.Array | None  # (B or 1, K or 1, G or 1, q, S, k)
+    own: Any = None  # the index of this device, where it is needed
 
 
 def _attend_around(
@@ -123,11 +124,17 @@ def _attend_around(
 def _forward(
     ring: Ring, q_BxqxKxGxE: jax.Array, kv_BxkxKxF: jax.Array, inputs: Inputs
 ) -> tuple[jax.Array, Any]:
+    kept = q_BxqxKxGxE, kv_BxkxKxF, inputs
+    inputs = _with_own(ring, inputs)
+    # Masks must depend on the queries: what does not change in a loop over layers, JAX computes
+    # before it and keeps, and these are the masks of all blocks.
+    q_BxqxKxGxE, inputs = _together((q_BxqxKxGxE, inputs))
     queries = _queries(ring, q_BxqxKxGxE, inputs)
 
     def visit(seen: Softmax, kv_BxkxKxF: jax.Array, shift: Any) -> Softmax:
         keys = _keys(ring, kv_BxkxKxF, inputs, shift)
-        return _on_pairs(ring, shift, partial(ring.attend.forward, queries, keys), seen)
+        attend = partial(ring.attend.forward, queries, keys)
+        return _on_pairs(ring, inputs, shift, attend, seen)
 
     seen = Softmax.empty(queries.q_BxqxKxGxE, kv_BxkxKxF.shape[-1] - q_BxqxKxGxE.shape[-1])
     if ring.gathered:
@@ -136,7 +143,7 @@ def _forward(
         for direction, hops in ring.chains:
 
             def one(r: Any, seen: Softmax, d: int = direction) -> Softmax:
-                return visit(seen, _of(ring, everybodys, r * d), r * d)
+                return visit(seen, _of(ring, inputs, everybodys, r * d), r * d)
 
             seen = _repeat(ring, 1, hops + 1, one, seen)
     else:
@@ -154,11 +161,13 @@ def _forward(
     out, normaliser = (ring.blocks.unpadded(x) for x in seen.output())
     out = checkpoint_name(out.astype(q_BxqxKxGxE.dtype), SAVED)
     normaliser = checkpoint_name(normaliser, SAVED)
-    return out, (q_BxqxKxGxE, kv_BxkxKxF, inputs, out, normaliser)
+    return out, (*kept, out, normaliser)
 
 
 def _backward(ring: Ring, kept: Any, d_out_BxqxKxGxE: jax.Array) -> Any:
     # Together: a compiler may else reuse what the forward pass has received, and hold all of it.
+    q_BxqxKxGxE, kv_BxkxKxF, inputs, out, normaliser = kept
+    kept = q_BxqxKxGxE, kv_BxkxKxF, _with_own(ring, inputs), out, normaliser
     (q_BxqxKxGxE, kv_BxkxKxF, inputs, out, normaliser), d_out = _together((kept, d_out_BxqxKxGxE))
     mean = (out.astype(normaliser.dtype) * d_out.astype(normaliser.dtype)).sum(-1)
     queries = _queries(ring, q_BxqxKxGxE, inputs)
@@ -176,20 +185,20 @@ def _backward(ring: Ring, kept: Any, d_out_BxqxKxGxE: jax.Array) -> Any:
                 pairs = tuple(x for x in pairs if (x[1] % 3 == 0) == (third == "first"))
             return ring.attend.backward(queries, keys, known, grads, pairs)
 
-        d_q, d_kv = _on_pairs(ring, shift, add, (d_q, ring.blocks.padded(d_kv)))
+        d_q, d_kv = _on_pairs(ring, inputs, shift, add, (d_q, ring.blocks.padded(d_kv)))
         return d_q, ring.blocks.unpadded(d_kv)
 
     d_q = jnp.zeros_like(queries.q_BxqxKxGxE, normaliser.dtype)
     if ring.gathered:
         everybodys = gather(kv_BxkxKxF, ring.axis, 1)
         d_q, own = visit(d_q, kv_BxkxKxF, 0)
-        d_all = _set(ring, jnp.zeros_like(everybodys, d_q.dtype), own, 0)
+        d_all = _set(ring, inputs, jnp.zeros_like(everybodys, d_q.dtype), own, 0)
         for direction, hops in ring.chains:
 
             def one(r: Any, carry: Any, d: int = direction) -> Any:
                 d_q, d_all = carry
-                d_q, d_kv = visit(d_q, _of(ring, everybodys, r * d), r * d)
-                return d_q, _set(ring, d_all, d_kv, r * d)
+                d_q, d_kv = visit(d_q, _of(ring, inputs, everybodys, r * d), r * d)
+                return d_q, _set(ring, inputs, d_all, d_kv, r * d)
 
             d_q, d_all = _repeat(ring, 1, hops + 1, one, (d_q, d_all))
         d_kv = scatter_sum(d_all, ring.axis, 1)
@@ -242,9 +251,13 @@ attend_around.defvjp(_forward, _backward)
 # ---- slices -------------------------------------------------------------------------------------
 
 
-def _source(ring: Ring, shift: Any) -> Any:
+def _with_own(ring: Ring, inputs: Inputs) -> Inputs:
+    return inputs._replace(own=jnp.asarray(index(ring.axis), jnp.int32))
+
+
+def _source(ring: Ring, inputs: Inputs, shift: Any) -> Any:
     """The device whose keys are at hand."""
-    return (index(ring.axis) - shift) % ring.devices if ring.devices > 1 else 0
+    return (inputs.own - shift) % ring.devices
 
 
 def _positions(ring: Ring, source: Any, value: int) -> jax.Array:
@@ -255,19 +268,20 @@ def _positions(ring: Ring, source: Any, value: int) -> jax.Array:
 
 def _queries(ring: Ring, q_BxqxKxGxE: jax.Array, inputs: Inputs) -> Queries:
     segments = _segments(ring, inputs, 0)
-    return Queries(ring.blocks.padded(q_BxqxKxGxE), _positions(ring, _source(ring, 0), 0), segments)
+    positions = _positions(ring, _source(ring, inputs, 0), 0)
+    return Queries(ring.blocks.padded(q_BxqxKxGxE), positions, segments)
 
 
 def _segments(ring: Ring, inputs: Inputs, shift: Any) -> jax.Array | None:
     if inputs.segments_BxSxk is None:
         return None
-    source = _source(ring, shift)
+    source = _source(ring, inputs, shift)
     own = lax.dynamic_index_in_dim(inputs.segments_BxSxk, source, 1, keepdims=False)
     return ring.blocks.padded(own)
 
 
 def _keys(ring: Ring, kv_BxkxKxF: jax.Array, inputs: Inputs, shift: Any) -> Keys:
-    source, mask = _source(ring, shift), inputs.mask
+    source, mask = _source(ring, inputs, shift), inputs.mask
     if mask is not None:
         mask = lax.dynamic_index_in_dim(mask, source, 4, keepdims=False)
         mask = ring.blocks.padded(ring.blocks.padded(mask, 3), 4)
@@ -275,27 +289,31 @@ def _keys(ring: Ring, kv_BxkxKxF: jax.Array, inputs: Inputs, shift: Any) -> Keys
     return Keys(ring.blocks.padded(kv_BxkxKxF), positions, segments, mask)
 
 
-def _of(ring: Ring, everybodys: jax.Array, shift: Any) -> jax.Array:
+def _of(ring: Ring, inputs: Inputs, everybodys: jax.Array, shift: Any) -> jax.Array:
     """The slice of the device `shift` places before this one."""
-    start = _source(ring, shift) * ring.tokens
+    start = _source(ring, inputs, shift) * ring.tokens
     return lax.dynamic_slice_in_dim(everybodys, start, ring.tokens, 1)
 
 
-def _set(ring: Ring, everybodys: jax.Array, own: jax.Array, shift: Any) -> jax.Array:
+def _set(
+    ring: Ring, inputs: Inputs, everybodys: jax.Array, own: jax.Array, shift: Any
+) -> jax.Array:
     """The slices of all devices with another one for the device `shift` places before this one."""
     return lax.dynamic_update_slice_in_dim(
-        everybodys, own, _source(ring, shift) * ring.tokens, axis=1
+        everybodys, own, _source(ring, inputs, shift) * ring.tokens, axis=1
     )
 
 
-def _on_pairs(ring: Ring, shift: Any, add: Callable[[Any, Pairs], Any], carry: Any) -> Any:
+def _on_pairs(
+    ring: Ring, inputs: Inputs, shift: Any, add: Callable[[Any, Pairs], Any], carry: Any
+) -> Any:
     """Adds the pairs of blocks that meet; devices may differ, but none communicates in here."""
     if isinstance(shift, int) and shift == 0:
         return add(carry, ring.own_pairs())
     near, wrapped = ring.pairs(shift)
     if near == wrapped:
         return add(carry, near)
-    before = index(ring.axis) - shift
+    before = inputs.own - shift
     on_this_side = (before >= 0) & (before < ring.devices)
     return lax.cond(on_this_side, lambda x: add(x, near), lambda x: add(x, wrapped), carry)
 

@@ -38,10 +38,11 @@ class Precision:
       gather_dtype: dtype in which all-gathers of parameters send them, in blocks of at most 256
         entries with a scale each: `"int8"`, `"int4"`, `"float8_e4m3fn"` or `"float8_e5m2"`. None:
         in the compute dtype. Every device computes with the same, rounded parameters.
-      scatter_dtype: the same of reduce-scatters of gradients. The sums are float32; `"int4"` is
-        rounded up or down at random, known by the step, the device and the parameter.
-      wire_exceptions: other dtypes to send arrays in, or None, by path pattern, such as
-        `{"router": None}`.
+      scatter_dtype: the same for reduce-scatters of gradients. The sums are float32. `"int4"` is
+        rounded up or down at random; the random numbers are a function of the step, the device and
+        the parameter.
+      wire_exceptions: other dtypes to send arrays in, by path pattern, such as `{"router": None}`;
+        None sends them as they are.
       state_dtype: `"int8"` stores the optimizer's moments in 8 bits, in blocks with a scale each.
         Embeddings and arrays below 4096 elements keep their dtype. By default all arrays do.
       state_exceptions: what `state_dtype` does instead by pattern of a parameter's path or of the

@@ -18,6 +18,7 @@ from gshard._util.validation import shown
 
 LARGEST = {"int8": 127.0, "int4": 7.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 _SCALE_BYTES = 2  # a scale is bfloat16
+_WIDER = ("bfloat16", "float16", "bf16", "fp16")  # dtypes to compute in
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,14 @@ def wire_dtype(value: Any, name: str) -> str | None:
     if not isinstance(value, str):
         try:
             found = jnp.dtype(value).name
-        except TypeError:
+        except (TypeError, ValueError):
             found = shown(value)
     if found in LARGEST:
         return found
     choices = ", ".join(map(repr, LARGEST))
-    hint = did_you_mean(found, tuple(LARGEST))
+    hint = did_you_mean(found.lower(), tuple(LARGEST))
+    if found in _WIDER:
+        hint = f" precision={found!r} sends parameters and gradients in it."
     raise GShardError(
         f"{name}={shown(value)} is no dtype to send arrays in.{hint} Choose one of {choices}, or "
         "None to send them as they are."

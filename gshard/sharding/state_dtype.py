@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from gshard._util.errors import some, warn
-from gshard._util.jaxpr_dataflow import inputs_used
 from gshard._util.pytree import belongs_to, flatten
 from gshard.sharding.layout import Layout
+from gshard.sharding.moments import no_moments
 from gshard.sharding.precision import Precision, first_match, is_floating
 from gshard.sharding.quantized_array import (
     QuantizedArray,
@@ -31,12 +31,12 @@ _SHORT = 16
 
 
 def in_state_dtype(
-    precision: Precision, layouts: Any, params: Mapping[str, Layout], no_moments: Mapping[str, str]
+    precision: Precision, layouts: Any, params: Mapping[str, Layout], others: Mapping[str, str]
 ) -> tuple[Any, dict[str, str]]:
     """Returns the layouts of an optimizer state with `QuantizedArray`s of two layouts for moments.
 
-    Moments are arrays whose path ends in a parameter's and that have its shape. `no_moments` says
-    by path why some of these are none. The second result says by path why arrays that belong to a
+    Moments are arrays whose path ends in a parameter's and that have its shape. `others` says by
+    path why some of these are none. The second result says by path why arrays that belong to a
     parameter keep their dtype.
     """
     paths, leaves, structure = flatten(layouts)
@@ -52,8 +52,8 @@ def in_state_dtype(
             continue
         wanted = _wanted(precision, path, end[1])
         axis, shards, block = _blocks(x)
-        if path in no_moments:
-            kept[path] = no_moments[path]
+        if path in others:
+            kept[path] = others[path]
         elif wanted is False:
             kept[path] = "state_exceptions"
         elif wanted is None and re.search(EMBEDDINGS, end[1]):
@@ -124,39 +124,12 @@ def quantized_state(
 
     `own` are the abstract shards of the parameters that `tx` updates.
     """
-    found, kept = in_state_dtype(precision, layouts, params, _no_moments(tx, own))
+    found, kept = in_state_dtype(precision, layouts, params, no_moments(tx, own))
     if not quantized_arrays(found):
         reasons = [f"{path} ({reason})" for path, reason in kept.items()]
         warn(
             "state_dtype='int8' has no effect: the optimizer has no moments"
-            + (f" to store so: {some(reasons, most=3)}" if reasons else "")
+            + (f" that can be stored in 8 bits: {some(reasons, most=3)}" if reasons else "")
             + ". state_exceptions={pattern: 'int8'} chooses arrays by path."
         )
     return found, kept
-
-
-def _no_moments(tx: optax.GradientTransformation, own: Any) -> dict[str, str]:
-    """Says by path which arrays of an optimizer state are no moments, and why.
-
-    Moments begin with constants, and each update changes them. Schedule-free optimizers, Prodigy
-    and Lookahead begin with copies of the parameters; L-BFGS keeps the last parameters and
-    gradients, whose small differences it needs.
-    """
-    program, state = jax.make_jaxpr(tx.init, return_shape=True)(own)
-    paths, used = flatten(state)[0], inputs_used(program.jaxpr)
-    found = {
-        path: "it begins with the parameter's values"
-        for path, inputs in zip(paths, used, strict=True)
-        if inputs
-    }
-    update, value = optax.with_extra_args_support(tx).update, jax.ShapeDtypeStruct((), jnp.float32)
-    try:
-        program = jax.make_jaxpr(lambda s, g, p, v: update(g, s, p, value=v)[1])(
-            state, own, own, value
-        )
-    except Exception:  # the user's own code, which may need what is not there
-        return found
-    for i, (path, inputs) in enumerate(zip(paths, inputs_used(program.jaxpr), strict=True)):
-        if i not in inputs:
-            found.setdefault(path, "each update replaces it")
-    return found

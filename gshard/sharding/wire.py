@@ -1,13 +1,14 @@
 """Decides which arrays collectives send quantized: the plan of `gather_dtype=`, `scatter_dtype=`.
 
-Quantized are floating arrays that are sharded, have at least `SMALLEST` elements and a float32 copy
-that the optimizer updates, and have an unsharded dimension to make blocks along. Biases, norms and
+An array is quantized if it is floating and sharded, has at least `SMALLEST` elements, a float32
+copy that the optimizer updates, and an unsharded dimension to make blocks along. Biases, norms and
 other small arrays are sent as they are: they are few bytes, and their rounding costs most.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,10 @@ from gshard.sharding.quantized import Quantized, wire_dtype
 
 SMALLEST = 4096  # elements of one layer of a quantized array
 _SHORTEST = 32  # of a dimension with blocks: with shorter ones scales are above 6 % of the codes
+_CONDITIONS = (
+    f"sharded floating arrays of {SMALLEST:,} elements or more, with an unsharded dimension of "
+    f"{_SHORTEST} or more,"
+)
 
 
 @dataclass(frozen=True)
@@ -133,10 +138,11 @@ def _refuse_without_master(
     if narrow:
         named = some([f"{x.path} ({x.dtype})" for x in narrow], most=3)
         raise GShardError(
-            f"{wire.named}: {named} has no float32 copy that the optimizer updates, so that small "
-            "updates are lost already, and rounding what is sent would add to it. Store the "
-            "parameters in float32 and compute in another dtype: precision='bfloat16', or "
-            "Precision(param_dtype='float32'). Or name them in wire_exceptions=."
+            f"{wire.named}: {named}: there is no float32 copy for the optimizer to update. Without "
+            "it small updates are lost already, and rounding what is sent would lose more of them. "
+            "Store the parameters in float32 and compute in another dtype: precision='bfloat16', "
+            "or Precision(param_dtype='float32'). Or send these as they are: "
+            "wire_exceptions={pattern: None}."
         )
 
 
@@ -148,9 +154,9 @@ def _refuse_mixed_axes(group: Group, nodes: Nodes, wire: Wire) -> None:
             count, size = nodes.count, len(nodes.of_device)
             raise GShardError(
                 f"{wire.named}: the shard axis {axis!r} has several devices of each of several "
-                "nodes, and gradients are quantized for one all-to-all over an axis. Over this one "
-                "it would send several times as much between nodes as a reduce-scatter in bfloat16 "
-                "does. Give the nodes an axis of their own: "
+                "nodes. Quantized gradients are exchanged by an all-to-all along each axis; along "
+                "this one it would send several times as many bytes between nodes as a "
+                "reduce-scatter in bfloat16. Give the nodes an axis of their own: "
                 f"gshard.make_mesh({{'node': {count}, 'local': {size // count}}}), or leave out "
                 "scatter_dtype=."
             )
@@ -174,7 +180,8 @@ def warn_of_wire(
         (x.local(), y.local()) for x, y in zip(params, grads, strict=True) if y.dim is not None
     ]
     if not sharded:
-        warn(f"{wire.named} changes nothing: no array is sharded at level {level.name!r}.")
+        alone = " on one device" if params and params[0].group.size == 1 else ""
+        warn(f"{wire.named} changes nothing: no array is sharded at level {level.name!r}{alone}.")
         return
     if wire.gather and not wire.scatter and not level.shards_params:
         warn(
@@ -182,6 +189,12 @@ def warn_of_wire(
             "parameter, and updated parameters are gathered as they are. Use level 'p_g_os', or "
             "scatter_dtype=."
         )
+        return
+    _warn_of_exceptions(params, grads, wire)
+    if not any(x.gathered_as or y.scattered_as for x, y in sharded) and all(
+        wire.dtype(y.path, name) is None for _, y in sharded for name in (wire.gather, wire.scatter)
+    ):
+        warn(f"{wire.named} changes nothing: wire_exceptions= has None for every sharded array.")
         return
     plain = [
         y
@@ -194,6 +207,18 @@ def warn_of_wire(
         named = some([f"{x.path} {list(x.shape)}" for x in plain], most=3)
         warn(
             f"{wire.named}: {share:.0%} of the sharded parameters are sent as they are: {named}. "
-            f"Quantized are arrays of {SMALLEST:,} elements or more, with an unsharded dimension "
-            f"of {_SHORTEST} or more; rules= of shard_train_state may shard another one."
+            f"Only {_CONDITIONS} are quantized; rules= of shard_train_state may shard another "
+            "dimension."
         )
+
+
+def _warn_of_exceptions(params: Sequence[Layout], grads: Sequence[Layout], wire: Wire) -> None:
+    """Warns of patterns that ask for a dtype where no array can be quantized."""
+    quantized = {x.path for x in (*params, *grads) if x.gathered_as or x.scattered_as}
+    for text, dtype in wire.exceptions.items():
+        paths = [x.path for x in params if re.search(text, x.path)]
+        if dtype is not None and paths and quantized.isdisjoint(paths):
+            warn(
+                f"wire_exceptions[{text!r}]={dtype!r} changes nothing: {some(paths, most=3)} "
+                f"cannot be quantized. Only {_CONDITIONS} are."
+            )

@@ -126,11 +126,17 @@ def without_frozen(
 
 
 def no_change(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns updates that change no bit of the parameters: -0.0 keeps the sign of a zero."""
-    return {
-        path: jnp.full_like(x, -0.0 if jnp.issubdtype(x.dtype, jnp.inexact) else 0)
-        for path, x in params.items()
-    }
+    """Returns updates that change no bit of the parameters: -0.0 keeps the sign of a zero.
+
+    They are in the memory of the parameters, which an offloaded state has on the host.
+    """
+
+    def zeros(x: Any) -> Any:
+        found = jnp.full_like(x, -0.0 if jnp.issubdtype(x.dtype, jnp.inexact) else 0)
+        on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
+        return jax.device_put(found, jax.memory.Space.Host) if on_host else found
+
+    return {path: zeros(x) for path, x in params.items()}
 
 
 def updated(params: Any) -> Any:

@@ -233,8 +233,11 @@ def test_the_command(capsys, tmp_path):
     assert found["target"] == "h100:1x8"
     assert len(found["options"]) == 2 * (1 + 2)
     assert all(x["fits"] and x["cost"]["step"] > 0 for x in found["options"])
+    sends, stores = found["fewer_bits"]
+    assert sends["sent"][1] < sends["sent"][0] and stores["stored"][1] < stores["stored"][0]
     assert main(["advise", str(path)]) == 0
     text = capsys.readouterr().out
+    assert "wire='int8'" in text and "gshard.Precision('float32', state_dtype='int8')" in text
     assert "Fits, fastest first" in text
     assert text.count(" os ") == 2
     assert "\x1b" not in text

@@ -89,8 +89,8 @@ def test_moments_are_restored_in_the_form_that_the_plan_has(source, name, tmp_pa
     for path, x in before.items():
         if (exact and source == "int8") or precision == "float32":
             np.testing.assert_allclose(after[path], x, rtol=1e-6, err_msg=path)
-        else:  # half a step of a square root
-            assert abs(after[path] - x).max() <= 0.009 * abs(x).max(), path
+        else:  # a step of a square root
+            assert abs(after[path] - x).max() <= 0.016 * abs(x).max(), path
     for x, y in zip(
         *map(jax.tree.leaves, (plan.unwrap(state), its_plan.unwrap(restored))), strict=True
     ):

@@ -107,6 +107,42 @@ def test_what_an_update_replaces_keeps_its_dtype():
         plan_of(optax.scale_by_lbfgs())
 
 
+def test_a_mean_of_parameters_keeps_its_dtype():
+    mean = optax.GradientTransformation(
+        lambda p: jax.tree.map(jnp.zeros_like, p),
+        lambda g, s, p=None: (g, jax.tree.map(lambda s, p: 0.9 * s + 0.1 * p, s, p)),
+    )
+    plan = plan_of(optax.chain(mean, optax.adam(1e-3)), {"": "int8"})
+    of_mean = {x.path for x in jax.tree.leaves(plan.opt_state[0]) if x.dtype == jnp.float32}
+    reasons = {plan.not_quantized.get(path) for path in of_mean}
+    assert of_mean and reasons == {"no gradient changes it"}
+    assert any("mu/Dense_0/kernel" in path for path in quantized(plan))
+
+
+CENTERED = {
+    "alone": lambda: optax.rmsprop(1e-3, centered=True, momentum=0.9),
+    "in a branch": lambda: optax.MultiSteps(optax.scale_by_stddev(), 4),
+}
+
+
+@pytest.mark.parametrize("name", CENTERED)
+def test_moments_whose_difference_must_not_be_negative_keep_their_dtype(name):
+    """`nu - mu**2` of a centered RMSprop became negative by rounding, and its root NaN."""
+    tx: Any = CENTERED[name]()
+    plan = plan_of(optax.chain(tx, optax.trace(0.9)), {"": "int8"})
+    rooted = {path for path, why in plan.not_quantized.items() if "root of a difference" in why}
+    assert {path.split("/")[-3] for path in rooted if "Dense_0/kernel" in path} >= {"mu", "nu"}
+    assert not rooted & quantized(plan) and any("trace" in path for path in quantized(plan))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adabelief", "yogi", "lamb", "amsgrad", "a chain"])
+def test_roots_of_what_is_never_negative_are_not_in_the_way(name):
+    clip = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_trust_ratio())
+    chain = optax.chain(optax.trace(0.9), optax.adabelief(1e-3), clip, optax.adaptive_grad_clip(1))
+    tx = chain if name == "a chain" else getattr(optax, name)(1e-3)
+    assert not any("root" in why for why in plan_of(tx).not_quantized.values())
+
+
 def test_what_is_not_of_the_shape_of_a_parameter_keeps_its_dtype():
     plan = plan_of(optax.adafactor(1e-3, min_dim_size_to_factor=32, momentum=0.9))
     factors = [x for x in jax.tree.leaves(plan.opt_state) if "v_row" in x.path]
@@ -122,7 +158,7 @@ def test_a_request_without_effect_is_reported():
     ):
         plan_of(optax.sgd(0.1))
     tx = optax.masked(optax.adam(0.1), lambda p: {**jax.tree.map(lambda _: False, p), "wte": True})
-    with pytest.warns(gshard.GShardWarning, match=r"no moments to store so: .*an embedding"):
+    with pytest.warns(gshard.GShardWarning, match=r"can be stored in 8 bits: .*an embedding"):
         plan_of(tx)
 
 

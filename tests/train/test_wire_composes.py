@@ -230,9 +230,11 @@ def test_a_stack_and_its_layers_have_the_same_blocks():
     [
         ("fp8", r"wire='fp8' may be one of two: 'float8_e4m3fn'.*or 'float8_e5m2'"),
         ("int7", r"wire='int7' is no dtype to send arrays in\. Did you mean 'int\d'.*Choose one"),
-        ("bfloat16", r"wire='bfloat16' is no dtype to send.*None to send them as they are"),
+        ("INT8", r"wire='INT8' is no dtype to send arrays in\. Did you mean 'int8'"),
+        ("bfloat16", r"wire='bfloat16' is no dtype.* precision='bfloat16' sends.*as they are"),
         (8, r"wire=8 is no dtype"),
         ({"a": 1}, r"wire=.* is no dtype"),
+        ({"a": "int8"}, r"wire=.* is no dtype"),
     ],
 )
 def test_unknown_dtypes_are_named(given, said):
@@ -295,6 +297,19 @@ def test_what_changes_nothing_is_said(level, options, said):
     expected = pytest.warns(gshard.GShardWarning, match=said) if said else nullcontext()
     with expected:
         sharded(mesh_of(4), level, precision, **wire)
+
+
+def test_exceptions_that_change_nothing_are_named():
+    for exceptions, said in (
+        ({"bias": "int8"}, r"wire_exceptions\['bias'\]='int8' changes nothing: bias cannot be"),
+        ({"": None}, "scatter_dtype='int8' changes nothing: wire_exceptions= has None for every"),
+    ):
+        with pytest.warns(gshard.GShardWarning, match=said):
+            sharded(mesh_of(4), precision=dataclasses.replace(BOTH, wire_exceptions=exceptions))
+    some = dataclasses.replace(BOTH, wire_exceptions={"bias|out": "int4"})
+    sharded(mesh_of(4), precision=some)
+    with pytest.warns(gshard.GShardWarning, match="no array is sharded at level 'os' on one dev"):
+        sharded(mesh_of(1), "os", wire="int8", precision=None)
 
 
 @pytest.fixture

@@ -258,6 +258,7 @@ def test_a_bad_gradient_is_skipped():
     assert int(metrics["skipped_steps"]) == 2
 
 
+@pytest.mark.filterwarnings("ignore:.*wire_exceptions= has None for every sharded array")
 @pytest.mark.parametrize("level", ["os", "os_g", "p_g_os"])
 def test_programs_without_it_stay_as_they_are(level):
     """Of a plan in which every array is excepted, which takes every place that looks for it."""

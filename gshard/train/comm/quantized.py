@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard._util.arrays import padded
+from gshard._util.random_bits import mixed, uniform
 from gshard.sharding.layout import Layout
 from gshard.sharding.quantized import LARGEST, Quantized
 from gshard.train.comm.buckets import split_packed
@@ -97,26 +98,14 @@ def _each(scales: jax.Array, how: Quantized, size: int) -> jax.Array:
 
 
 def _uniform(shape: Sequence[int], seed: jax.Array | None) -> jax.Array:
-    """Makes random float32 numbers in [0, 1), a function of the seed and the position alone.
-
-    A few integer operations, which XLA fuses into what reads them, where `jax.random` would take
-    more time than all else here.
-    """
+    """Makes random float32 numbers in [0, 1), a function of the seed and the position alone."""
     if seed is None:
         raise ValueError("stochastic rounding needs a seed")
     position, stride = jnp.zeros((), jnp.uint32), 1
     for dim in reversed(range(len(shape))):
         position += lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride % 2**32)
         stride *= shape[dim]
-    bits = _mixed(_mixed(position) ^ seed)
-    return (bits >> 8).astype(jnp.float32) * 2.0**-24
-
-
-def _mixed(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 that changes half of the bits (C. Wellons' `lowbias32`)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+    return uniform(mixed(mixed(position) ^ seed))
 
 
 def fold(seed: jax.Array | None, *numbers: jax.Array | int | str) -> jax.Array | None:
@@ -125,7 +114,7 @@ def fold(seed: jax.Array | None, *numbers: jax.Array | int | str) -> jax.Array |
         return None
     for number in numbers:
         of_name = zlib.crc32(number.encode()) if isinstance(number, str) else number
-        seed = _mixed(seed + _mixed(jnp.asarray(of_name, jnp.uint32) + jnp.uint32(0x9E3779B9)))
+        seed = mixed(seed + mixed(jnp.asarray(of_name, jnp.uint32) + jnp.uint32(0x9E3779B9)))
     return seed
 
 

@@ -19,7 +19,13 @@ from gshard.sharding.mesh import entry_axes
 from gshard.train.comm.examples import extreme_of_examples
 from gshard.train.global_loss.decide import placements_of
 from gshard.train.global_loss.own_collectives import check_body_as_traced
-from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
+from gshard.train.global_loss.placement import (
+    PARTIAL,
+    REPLICATED,
+    Placement,
+    agree,
+    first_sharded,
+)
 from gshard.train.global_loss.registry import Decision, Evaluator, Given, rule
 
 
@@ -63,14 +69,14 @@ def _carried(
 
 @rule("scan")
 def scan(given: Given) -> Decision | None:
-    """The scanned dimension is replicated, unless every iteration works on one example."""
+    """The scanned dimension is replicated, unless every iteration works on a part by itself."""
     body, consts = body_of(given.eqn)
     fixed, carried, _ = scan_sizes(given.eqn)
     first = fixed + carried
     consts_at, carry_at = given.placements[:fixed], given.placements[fixed:first]
     scanned_at = given.placements[first:]
     if any(p.is_sharded and p.dim == 0 for p in scanned_at):
-        return _map_of_examples(given, fixed, carried)
+        return _map_of_parts(given, fixed, carried)
     inside = [p.on(p.dim - 1) if p.is_sharded else p for p in scanned_at]
     carry_at, out_at = _carried(given, body, consts_at, carry_at, inside)
     options = {name: given.params[name] for name in ("length", "reverse", "unroll")}
@@ -91,27 +97,52 @@ def scan(given: Given) -> Decision | None:
     return Decision([*consts_at, *carry_at, *scanned_at], [*carry_at, *stacked], run=run)
 
 
-def _map_of_examples(given: Given, fixed: int, carried: int) -> Decision | None:
-    """`lax.map` over examples: each part runs its own iterations."""
-    place, others = sharded(0), given.placements[:fixed]
-    scanned = given.placements[fixed:]
-    if carried or any(p != REPLICATED for p in others):
+def _map_of_parts(given: Given, fixed: int, carried: int) -> Decision | None:
+    """`lax.map` over examples or slices, also with running sums: each part runs its iterations."""
+    first = fixed + carried
+    others, sums, scanned = (
+        given.placements[start:stop] for start, stop in ((0, fixed), (fixed, first), (first, None))
+    )
+    place = first_sharded(scanned)
+    body, consts = body_of(given.eqn)
+    if any(p != REPLICATED for p in others) or not agree(scanned, place):
         return None
-    if any(p not in (REPLICATED, place) for p in scanned):
+    if PARTIAL in scanned or any(p.is_sharded for p in sums):
+        return None
+    if not all(_is_running_sum(body, fixed + i, i) for i in range(carried)):
         return None
     check_body_as_traced(given, of_examples=True)
-    body, consts = body_of(given.eqn)
     options = {name: given.params[name] for name in ("reverse", "unroll")}
 
     def run(values: list[Any]) -> list[Any]:
-        def step(_: None, x: Any) -> Any:
-            return None, evaluate(body, consts, [*values[:fixed], *x])
+        def step(carry: list[Any], x: Any) -> Any:
+            out = evaluate(body, consts, [*values[:fixed], *carry, *x])
+            return out[:carried], out[carried:]
 
         length = given.params["length"] // given.partition.parts
-        return lax.scan(step, None, values[fixed:], length=length, **options)[1]
+        carry, out = lax.scan(step, values[fixed:first], values[first:], length=length, **options)
+        return [*carry, *out]
 
-    results = [place] * len(given.eqn.outvars)
-    return Decision([*others, *[place] * len(scanned)], results, run=run)
+    partial = [PARTIAL] * carried
+    results = [*partial, *[place] * (len(given.eqn.outvars) - carried)]
+    return Decision([*others, *partial, *[place] * len(scanned)], results, run=run)
+
+
+def _is_running_sum(body: Any, at: int, result: int) -> bool:
+    """Whether an iteration only adds to this operand, and does not use it otherwise."""
+    variable = body.invars[at]
+    if not jnp.issubdtype(variable.aval.dtype, jnp.number):
+        return False
+    uses = [eqn for eqn in body.eqns if any(v is variable for v in eqn.invars)]
+    if len(uses) != 1 or sum(v is variable for v in body.outvars):
+        return False
+    (eqn,) = uses
+    adds = eqn.primitive.name in ("add", "add_any")
+    once = sum(v is variable for v in eqn.invars) == 1
+    last = eqn.outvars[0] is body.outvars[result]
+    uses_after = any(eqn.outvars[0] is v for x in body.eqns for v in x.invars)
+    returned = sum(v is eqn.outvars[0] for v in body.outvars)
+    return adds and once and last and not uses_after and returned == 1
 
 
 @rule("while")

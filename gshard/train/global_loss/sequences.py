@@ -111,7 +111,7 @@ class Sequences:
         evaluator = GlobalEvaluator(axes, size, of_examples=False, zigzag=self.zigzag)
         if self.zigzag:
             arrays, structure = jax.tree.flatten(batch)
-            with needed_by("sequence_order", "zigzag"):
+            with needed_by("sequence_order", ""):
                 batch = structure.unflatten(
                     x if dim is None else in_zigzag_order(x, dim, SEQUENCE)
                     for x, dim in zip(arrays, self.dims, strict=True)

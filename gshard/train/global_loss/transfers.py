@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,13 +50,13 @@ class Transfer:
         return cls(kind, math.prod(aval.shape), size_in_bytes(aval), times, operation, line)
 
 
-_NEEDED_BY = re.compile(r"needed by (.*?) at (.*?:\d+)")
+_NEEDED_BY = re.compile(r"needed by ([\w.]+)(?: at (.*?:\d+))?")
 
 
 def needed_by(operation: str, line: str) -> AbstractContextManager[Any]:
     """A named scope for the collectives that an operation of the loss needs."""
     where = line.rsplit("/", 1)[-1]
-    return jax.named_scope(f"needed by {operation} at {where}") if where else nullcontext()
+    return jax.named_scope(f"needed by {operation}" + (f" at {where}" if where else ""))
 
 
 def transfers_over(

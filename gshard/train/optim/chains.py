@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gshard.train.optim.traced_update import TracedEquation
+
+_SHARE = 16  # how many times larger the other operands are of chains that share a small one
 
 
 @dataclass
@@ -18,7 +20,8 @@ class Chain:
       steps: the equations.
       copies: values of the gathered operands.
       sources: the values that these are gathered from.
-      given: values that every device has, such as coefficients and step counts.
+      given: values that every device has, such as coefficients and step counts. Some are gathered
+        copies that several chains read.
       results: values that other equations read, or outputs of the update.
     """
 
@@ -50,6 +53,8 @@ def chains_of(
     made = {i for step in own for i in step.outs}
     rank: dict[int, int] = {}  # how many chains a value comes after
     part_of: dict[Any, Any] = {}  # for a value of a rank another one of its part, or itself
+    readers: dict[tuple[int, int], list[Any]] = {}  # of a copy, by rank: values of their parts
+    size: dict[int, int] = {}
 
     def find(x: Any) -> Any:
         while part_of.setdefault(x, x) != x:
@@ -60,20 +65,27 @@ def chains_of(
         before = ((sources.get(i, i), not step.replicated and i in made) for i in step.ins)
         now = max((rank.get(i, 0) + leaves for i, leaves in before), default=0)
         rank.update(dict.fromkeys(step.outs, now))
-        for i in step.ins if step.replicated else ():
-            if i in sources or (i in made and rank[i] == now):
+        if not step.replicated:
+            continue
+        size |= step.sizes
+        for i in step.ins:
+            if i in sources:
+                readers.setdefault((i, now), []).append((step.outs[0], now))
+            elif i in made and rank[i] == now:
                 part_of[find((i, now))] = find((step.outs[0], now))
-        for i in step.outs if step.replicated else ():
+        for i in step.outs:
             part_of[find((i, now))] = find((step.outs[0], now))
+    shared = _join_readers(readers, size, part_of, find)
     chains: dict[Any, Chain] = {}
     for step in own:
         chains.setdefault(find((step.outs[0], rank[step.outs[0]])), Chain()).steps.append(step)
     for chain in chains.values():
         inside = {i for step in chain.steps for i in step.outs}
         reads = dict.fromkeys(i for step in chain.steps for i in step.ins if i not in inside)
-        chain.copies = [i for i in reads if i in sources]
+        chain.copies = [i for i in reads if i in sources and i not in shared]
         chain.sources = [sources[i] for i in chain.copies]
-        chain.given = [i for i in reads if i not in sources and i not in known]
+        own_copies = {*chain.copies}
+        chain.given = [i for i in reads if i not in own_copies and i not in known]
     found = list(chains.values())
     uses = Counter(outputs)
     for step in steps:
@@ -83,6 +95,31 @@ def chains_of(
     for chain in found:
         chain.results = [i for step in chain.steps for i in step.outs if uses[i]]
     return [x for x in found if x.results and x.copies and not any(uses[i] for i in x.copies)]
+
+
+def _join_readers(
+    readers: Mapping[tuple[int, int], Sequence[Any]],
+    size: Mapping[int, int],
+    part_of: dict[Any, Any],
+    find: Callable[[Any], Any],
+) -> set[int]:
+    """Joins the parts that read the same gathered copy; returns copies that join none.
+
+    These are small next to what each of the parts reads besides, such as coefficients of all
+    matrices: every device gets them, and the parts remain chains of their own.
+    """
+    largest: dict[Any, int] = {}  # copy of a part
+    shared: set[int] = set()
+    for copy, now in sorted(readers, key=lambda x: -size[x[0]]):
+        parts = dict.fromkeys(map(find, readers[copy, now]))
+        own = [largest.get(part, 0) for part in parts]
+        if copy in shared or (len(parts) > 1 and size[copy] * _SHARE <= min(own)):
+            shared.add(copy)
+            continue
+        for part in parts:
+            part_of[part] = find((copy, now))
+        largest[find((copy, now))] = max(size[copy], *own)
+    return shared
 
 
 def _add_what_follows(

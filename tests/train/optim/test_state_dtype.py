@@ -77,14 +77,14 @@ def assert_one_step(plan: Any, before: Any, after: Any, b: Any, update: Any) -> 
     wanted_params, wanted_state = update(old.params, old.opt_state, b)
     for name, x in new.params.items():
         np.testing.assert_allclose(x, wanted_params[name], atol=2e-6, err_msg=name)
-    # A sum in another order can round to a neighbouring code, rarely.
+    # Rounded up or down by the last bits of an entry, which another order of a sum changes.
     layouts, found = quantized(plan.opt_state), quantized(after.opt_state.inner)
     wanted = quantized(encoded(wanted_state, plan.opt_state))
     assert found and len(found) == len(wanted)
     for x, y, layout in zip(found, wanted, layouts, strict=True):
         codes = layout.codes.unpad(np.asarray(x.codes)).astype(int)
         off = abs(codes - np.asarray(y.codes, int))
-        assert (off > 0).mean() < 2e-3 and off.max() <= 1, layout.codes.path
+        assert off.max() <= 1, layout.codes.path
     for x, y in zip(*map(jax.tree.leaves, (decoded(wanted_state), new.opt_state)), strict=True):
         if x.size < 4096:  # not encoded
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
@@ -200,7 +200,7 @@ def test_parameters_on_a_model_axis_have_blocks_within_their_shards(level):
     state: Any = tx.update(grads, tx.init(given), given)[1]
     exact = state[0].mu["w"]
     found = plan.unwrap(new).opt_state[0].mu["w"]
-    assert abs(found - exact).max() <= 0.009 * abs(exact).max()
+    assert abs(found - exact).max() <= 0.016 * abs(exact).max()
 
 
 def test_offloaded_codes_and_scales_are_on_the_host():
@@ -239,7 +239,8 @@ def test_nnx_models_keep_codes_in_their_optimizer():
             jax.grad(lambda p: (nnx.merge(graph, p)(x) ** 2).mean())(p), state
         )
         p: Any = optax.apply_updates(p, updates)
-    np.testing.assert_allclose(pair[0].kernel[...], p["kernel"][...], atol=2e-3)
+    off = np.abs(np.asarray(pair[0].kernel[...] - p["kernel"][...]))
+    assert off.mean() <= 3e-4 and off.max() <= 4e-3  # of 3e-2 that an entry moves
 
 
 def test_a_skipped_step_keeps_every_code():
@@ -253,6 +254,17 @@ def test_a_skipped_step_keeps_every_code():
     jax.tree.map(np.testing.assert_array_equal, after.opt_state.inner, state.opt_state.inner)
 
 
+def test_a_state_with_other_moments_is_refused_with_what_to_do():
+    state, plan = sharded("os_g", adamw())
+    step = gshard.make_train_step(loss_fn, plan)
+    inner = decoded(state.opt_state.inner)
+    other = state.replace(opt_state=state.opt_state._replace(inner=inner))
+    with pytest.raises(gshard.GShardError, match=r"stored in 8 bits: state.tx.init\(state.params"):
+        step(other, batch(0))
+    made = jax.eval_shape(state.tx.init, state.params)
+    assert jax.tree.structure(made) == jax.tree.structure(state.opt_state)
+
+
 def test_an_own_loop_does_what_the_step_does():
     state, plan = sharded("os", adamw())
     new, _ = gshard.make_train_step(loss_fn, plan, donate=False)(state, batch(0))
@@ -260,7 +272,7 @@ def test_an_own_loop_does_what_the_step_does():
     own = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
     for x, y in zip(*map(jax.tree.leaves, (own, new)), strict=True):
         if x.dtype == jnp.int8:
-            assert (np.asarray(x) != np.asarray(y)).mean() < 1e-3
+            assert abs(np.asarray(x, int) - np.asarray(y, int)).max() <= 1
         else:
             np.testing.assert_allclose(x, y, atol=1e-6)
     # A state that starts inside a jitted program.

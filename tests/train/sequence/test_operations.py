@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import gshard
+from gshard.models import llama
 from tests.tiers import quick
 from tests.train.sequence.models import (
     B,
@@ -117,3 +119,19 @@ def test_the_budget_is_what_the_program_sends(how):
         kind: sum(of_kind(step, kind).values())
         for kind in {x.kind for x in step.loss_transfers if x.axes}
     }
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_layers_in_a_loop_keep_no_masks(order):
+    """JAX computes before a loop, and keeps, what does not depend on what goes through it."""
+
+    def peak(layers):
+        sizes = {"layers": layers, "width": 64, "heads": 8, "kv_heads": 4, "mlp": 64}
+        setup = llama.setup(vocabulary=32, sequence=8192, attention="ring", **sizes)
+        shard = {**setup.shard, "sequence_order": order, "min_shard_size": 0}
+        setup = dataclasses.replace(setup, shard=shard)
+        found = gshard.forecast(setup, 8, levels="p_g_os", sequence=8)
+        return found.levels["p_g_os"].peak
+
+    inputs = 8192 // 8 * 64 * 2  # of a layer, on one device, in bfloat16
+    assert peak(3) - peak(1) < 6 * inputs < 8 * 512 * 512  # the mask of one pair of blocks
