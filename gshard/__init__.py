@@ -1,8 +1,9 @@
 """gshard: ZeRO data parallelism for JAX and Flax in one call.
 
-The public API is `__all__`, with the names of four modules: `gshard.distributed` (join and start
-processes), `gshard.sequence` (operations of models whose sequences are sharded), `gshard.paddle`
-and `gshard.pytorch` (the calls that Paddle's and PyTorch's users know).
+The public API is `__all__`, with the names of five modules: `gshard.distributed` (join and start
+processes), `gshard.sequence` (operations of models whose sequences are sharded), `gshard.expert`
+(mixtures of experts), `gshard.paddle` and `gshard.pytorch` (the calls that Paddle's and PyTorch's
+users know).
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ __all__ = [
     "by_predicate",
     "by_shape",
     "distributed",
+    "expert",
     "explain",
     "forecast",
     "full_params",

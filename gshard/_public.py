@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gshard.distributed as distributed
+import gshard.expert as expert
 import gshard.paddle as paddle
 import gshard.pytorch as pytorch
 import gshard.sequence as sequence

@@ -15,9 +15,10 @@ import pytest
 
 import gshard
 
+MODULES = ("distributed", "expert", "paddle", "pytorch", "sequence")
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (gshard, gshard.distributed, gshard.paddle, gshard.pytorch, gshard.sequence)
+    for module in (gshard, *(getattr(gshard, name) for name in MODULES))
     for name in module.__all__
     if not name.startswith("__") and not isinstance(getattr(module, name), types.ModuleType | int)
 }

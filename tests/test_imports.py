@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "gshard"
 
 # A folder imports from itself and from those before it.
 FOLDERS = [
-    "_util", "sequence", "train_state", "sharding", "distributed", "data", "train", "checkpoint",
-    "analysis", "wrapped", "paddle", "pytorch", "models", "cli",
+    "_util", "sequence", "expert", "train_state", "sharding", "distributed", "data", "train",
+    "checkpoint", "analysis", "wrapped", "paddle", "pytorch", "models", "cli",
 ]  # fmt: skip
 ABOVE_ALL = ("gshard", "gshard._public", "gshard.__main__")
 

@@ -30,6 +30,21 @@ AxesByDim = tuple[tuple[str, ...], ...]  # by dimension, the mesh axes that it i
 
 
 @dataclass(frozen=True)
+class Kept:
+    """A shard axis that an array is kept on: sharded over it, and never gathered over it.
+
+    Attributes:
+      axis: its name.
+      dim: the dimension of the array that is sharded over it.
+      devices: along the axis.
+    """
+
+    axis: str
+    dim: int
+    devices: int
+
+
+@dataclass(frozen=True)
 class Layout:
     """One array of the train state: its logical shape, and how it is stored over the mesh.
 
@@ -38,13 +53,15 @@ class Layout:
       shape: logical shape, which the loss, optax and checkpoints see.
       dtype: dtype of the stored array.
       dim: the dimension that is sharded, or None for a replicated array.
-      group: axes of the mesh; `dim` is sharded over `group.shard`, major to minor.
+      group: axes of the mesh; `dim` is sharded over `group.shard`, major to minor. That of a kept
+        array lacks the axis on which it is kept.
       scan_dim: the dimension that a scan over layers iterates over, or None.
       reason: why this dimension was chosen, for the table of the plan.
       model_axes: by dimension, the model-parallel mesh axes that it is sharded over; () for none.
       memory: where the array is stored between steps, `"device"` or `"pinned_host"`.
       gathered_as: how an all-gather for the loss sends the array in fewer bits; None: as it is.
       scattered_as: the same of a reduce-scatter.
+      kept: the shard axis on which the array stays; None for one that is gathered over all.
     """
 
     path: str
@@ -58,6 +75,7 @@ class Layout:
     memory: str = DEVICE
     gathered_as: Quantized | None = None
     scattered_as: Quantized | None = None
+    kept: Kept | None = None
 
     @property
     def padding(self) -> int:
@@ -72,7 +90,7 @@ class Layout:
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of one device's shard over the shard axes; model-parallel axes do not count."""
-        return self._with_dim(lambda size: (size + self.padding) // self.group.size)
+        return self.inside()._with_dim(lambda size: (size + self.padding) // self.group.size)
 
     @property
     def size(self) -> int:
@@ -92,24 +110,41 @@ class Layout:
     @property
     def spec(self) -> jax.P:
         """The `PartitionSpec` in storage, over all mesh axes."""
-        if not self.model_axes:
-            return self.data_spec
-        return _spec(
-            [self.group.shard if d == self.dim else x for d, x in enumerate(self.model_axes)]
-        )
+        return self._spec_with(self.model_axes)
 
     @property
     def data_spec(self) -> jax.P:
         """The `PartitionSpec` over the shard axes alone, for a `shard_map` over the data axes."""
-        return jax.P() if self.dim is None else _spec([()] * self.dim + [self.group.shard])
+        return self._spec_with(())
+
+    def _spec_with(self, axes: AxesByDim) -> jax.P:
+        found = list(axes or [()] * len(self.shape))
+        if self.dim is not None:
+            found[self.dim] = self.group.shard
+        if self.kept is not None:
+            found[self.kept.dim] = (self.kept.axis,)
+        return _spec(found)
 
     @property
     def model_spec(self) -> jax.P:
         """The `PartitionSpec` over the model-parallel axes alone."""
         return _spec(self.model_axes)
 
+    def inside(self) -> Layout:
+        """Returns the layout in a `shard_map` over the data axes, where a kept array is a part."""
+        if self.kept is None:
+            return self
+        dim, devices = self.kept.dim, self.kept.devices
+        shape = tuple(n // devices if d == dim else n for d, n in enumerate(self.shape))
+        return dataclasses.replace(self, shape=shape, kept=None)
+
     def local(self) -> Layout:
-        """Returns the layout that one model-parallel rank sees; `shape` is its local shard's."""
+        """Returns the layout that one device of the model-parallel and kept axes sees.
+
+        `shape` is that of its part.
+        """
+        if self.kept is not None:
+            return self.inside().local()
         if not self.group.model_axes:
             return self
         sizes = dict(self.group.model_axes)
@@ -196,10 +231,12 @@ def lay_out(
     scan_dim: int | None = None,
     model_axes: AxesByDim = (),
     params_replicated: bool = False,
+    kept: Kept | None = None,
 ) -> Layout:
     """Makes the layout of an array, concrete or abstract; without a rule it is replicated.
 
-    With `params_replicated` the layout is for gradient and optimizer state alone.
+    `group` is without the axis on which the array is kept. With `params_replicated` the layout is
+    for gradient and optimizer state alone.
     """
     shape, choice = tuple(leaf.shape), None
     if rule is None:
@@ -207,11 +244,12 @@ def lay_out(
     elif group.size == 1:
         choice = ShardDim(None, "one device in the shard group")
     elif jnp.issubdtype(leaf.dtype, jnp.number):
-        taken = frozenset(d for d, names in enumerate(model_axes) if names)
+        taken = {d for d, names in enumerate(model_axes) if names}
+        taken = frozenset(taken if kept is None else {*taken, kept.dim})
         info = LeafInfo(path, shape, leaf.dtype, scan_dim, group.size, taken, params_replicated)
         choice = rule(info)
     dim, reason = (choice.dim, choice.reason) if choice else (None, f"{leaf.dtype} is not a number")
-    return Layout(path, shape, leaf.dtype, dim, group, scan_dim, reason, model_axes)
+    return Layout(path, shape, leaf.dtype, dim, group, scan_dim, reason, model_axes, kept=kept)
 
 
 def all_replicated(tree: Any, group: Group) -> Any:

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import belongs_to, check_unique, flatten, path_of
 from gshard.sequence.order import Order
+from gshard.sharding.keep import Keep, kept_params
 from gshard.sharding.layout import HOST, Layout, all_replicated, lay_out, model_axes_of
 from gshard.sharding.level import Level, parse_level
 from gshard.sharding.mesh import Group, entry_axes
@@ -23,6 +24,7 @@ from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import Precision, is_floating
 from gshard.sharding.rules import Rule, ScanAxes, check_scan_axes, scan_dim_of, warn_of_unused
 from gshard.sharding.state_dtype import quantized_state
+from gshard.sharding.topology import EXPERT
 from gshard.sharding.wire import Wire, with_wire
 from gshard.train_state import FROZEN, OVERWRITTEN, Kind
 
@@ -42,6 +44,7 @@ class PlanRequest:
       rule: a rule that decides every leaf.
       wrap: wraps the optimizer so that it follows a plan.
       scan_axes: the user's argument.
+      keep: the user's argument.
       offload: whether sharded parameters, and arrays that only an update uses, are stored in host
         memory.
       wire: in which dtypes collectives send parameters and gradients.
@@ -57,6 +60,7 @@ class PlanRequest:
     rule: Rule
     wrap: Callable[[Plan], ShardedTransformation]
     scan_axes: ScanAxes = None
+    keep: Keep | None = None
     precision: Precision | None = None
     offload: bool = False
     advice: str = ""
@@ -70,31 +74,6 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
     parts = kind.split(request.state)
     scan_names, mesh_names = kind.scan_names(request.state), kind.mesh_names(request.state)
     known: dict[str, Layout] = {}  # by path: the layouts of parameters, once they are decided
-
-    def by_rule(path: str, leaf: Any, sharded: bool, scanned: bool) -> Layout:
-        names = scan_names.get(path)
-        return lay_out(
-            path,
-            leaf,
-            group,
-            request.rule if sharded else None,
-            scan_dim=scan_dim_of(path, leaf, names, request.scan_axes) if scanned else None,
-            model_axes=model_axes_of(path, leaf, mesh_names.get(path), group),
-            params_replicated=not level.shards_params,
-        )
-
-    def layouts_of(tree: Any, sharded: bool, scanned: bool = True) -> Any:
-        """Gives arrays that belong to a parameter its layout; the rule decides the others."""
-        paths, leaves, structure = flatten(tree)
-        params = known
-        if not sharded:
-            params = {path: x.replicated() for path, x in known.items() if x.model_axes}
-        alike = _like_parameters(paths, leaves, params)
-        return structure.unflatten(
-            like or by_rule(path, leaf, sharded, scanned)
-            for path, leaf, like in zip(paths, leaves, alike, strict=True)
-        )
-
     paths, leaves, _ = flatten(parts.params)
     check_unique(paths, "parameters")
     others = dict(parts.non_trainable)
@@ -102,6 +81,41 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
     overwritten = {OVERWRITTEN: others.pop(OVERWRITTEN)} if OVERWRITTEN in others else {}
     params = dict(zip(paths, leaves, strict=True)) | frozen.get(FROZEN, {})
     check_scan_axes(request.scan_axes, params)
+
+    def scan_dim(path: str, leaf: Any) -> int | None:
+        return scan_dim_of(path, leaf, scan_names.get(path), request.scan_axes)
+
+    scan_dims = {path: scan_dim(path, leaf) for path, leaf in params.items()}
+    keeps = kept_params(request.keep, params, mesh_names, scan_dims, group)
+    for own in keeps.values():  # all on one axis
+        group = dataclasses.replace(group, kept=own.axis)
+
+    def by_rule(path: str, leaf: Any, sharded: bool, scanned: bool) -> Layout:
+        own = keeps.get(path) if scanned else None
+        return lay_out(
+            path,
+            leaf,
+            group if own is None else group.without(own.axis),
+            request.rule if sharded else None,
+            scan_dim=scan_dim(path, leaf) if scanned else None,
+            model_axes=model_axes_of(path, leaf, mesh_names.get(path), group),
+            params_replicated=not level.shards_params,
+            kept=own,
+        )
+
+    def layouts_of(tree: Any, sharded: bool, scanned: bool = True) -> Any:
+        """Gives arrays that belong to a parameter its layout; the rule decides the others."""
+        paths, leaves, structure = flatten(tree)
+        params = known
+        if not sharded:
+            fixed = {path: x for path, x in known.items() if x.model_axes or x.kept}
+            params = {path: x.replicated() for path, x in fixed.items()}
+        alike = _like_parameters(paths, leaves, params)
+        return structure.unflatten(
+            like or by_rule(path, leaf, sharded, scanned)
+            for path, leaf, like in zip(paths, leaves, alike, strict=True)
+        )
+
     trained = layouts_of(parts.params, level.shards_opt_state)
     known |= {layout.path: layout for layout in jax.tree.leaves(trained)}
     non_trainable = {name: layouts_of(tree, level.shards_params) for name, tree in frozen.items()}
@@ -245,12 +259,13 @@ def _offloaded(plan: Plan) -> Plan:
 
 def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level, advice: str) -> None:
     """Warns when more than 5 % of the parameters are replicated although the level shards."""
-    if not level.shards_opt_state or not layouts or layouts[0].group.size == 1:
+    if not level.shards_opt_state or all(x.group.size == 1 for x in layouts):
         return
     total = sum(layout.local().size for layout in layouts)
     # Without those all of whose dimensions are sharded over model-parallel axes.
     could = [x.local() for x in layouts if not x.model_axes or not all(x.model_axes)]
-    replicated = sorted((x for x in could if x.dim is None), key=lambda x: -x.size)
+    could = [x for x in could if x.dim is None and x.group.size > 1]
+    replicated = sorted(could, key=lambda x: -x.size)
     share = sum(x.size for x in replicated) / total if total else 0
     if share > 0.05:
         named = some([f"{x.path} {list(x.shape)} ({x.reason})" for x in replicated], most=3)
@@ -262,7 +277,7 @@ def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level, advice: 
 
 def _warn_of_padding(layouts: Sequence[Layout], rule: Rule, level: Level) -> None:
     """Warns when padding takes more than 10 % of sharded parameters, and says what replicas do."""
-    sharded = [x for x in layouts if x.dim is not None]
+    sharded = [x for x in layouts if x.dim is not None and x.kept is None]
     padded, size = _padded(sharded), sum(x.local().size for x in sharded)
     if padded <= _MOST_PADDED or (padded - 1) * size < _LEAST_PADDING:
         return
@@ -328,7 +343,7 @@ def _warn_of_data_axes(metadata: Mapping[str, Sequence[Any]], group: Group) -> N
     """Warns once if metadata names data axes, which gshard shards over by its own rules."""
     paths: dict[str, list[str]] = {}
     for path, names in metadata.items():
-        for name in {x for entry in names for x in entry_axes(entry)} & set(group.axes):
+        for name in {x for entry in names for x in entry_axes(entry)} & {*group.axes} - {EXPERT}:
             paths.setdefault(name, []).append(path)
     if paths:
         axis = min(paths)

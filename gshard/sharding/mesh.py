@@ -6,6 +6,7 @@ Flax layers fail.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -21,6 +22,7 @@ from gshard._util.activity import doing
 from gshard._util.errors import GShardError, did_you_mean, warn
 from gshard._util.validation import check_integer, dimension, names_of, shown
 from gshard.sharding.topology import (
+    EXPERT,
     REPLICA,
     SEQUENCE,
     SHARD,
@@ -35,6 +37,7 @@ def make_mesh(
     shape: Mapping[str, int] | None = None,
     *,
     replica: int = 1,
+    expert: int = 1,
     sequence: int = 1,
     extra: Mapping[str, int] | None = None,
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
@@ -49,6 +52,9 @@ def make_mesh(
       replica: number of replicas of the sharded state (hybrid sharding). A `"replica"` axis of this
         size comes first: state is sharded within a replica, and gradients are summed over replicas.
         Replicas are on different nodes (hosts of GPUs, TPU slices) if there are enough.
+      expert: number of devices that share the experts of a mixture. An `"expert"` axis of this size
+        comes after the others but `sequence`. State is sharded over it as well, and what
+        `shard_train_state(keep=)` names stays on its devices (docs/expert.md).
       sequence: number of devices that share the sequence of an example (sequence or context
         parallelism). A `"sequence"` axis of this size comes after the others that gshard shards
         over, so that its devices are adjacent. State is sharded over it as well (docs/sequence.md).
@@ -77,27 +83,33 @@ def make_mesh(
     count = len(given)
     replica = check_integer("replica", replica, 1)
     sequence = check_integer("sequence", sequence, 1)
+    expert = check_integer("expert", expert, 1)
     own = _axis_sizes("extra", extra, "extra={'model': 2}") if extra else {}
-    if SEQUENCE in own:
-        raise GShardError(
-            f"extra= has an axis {SEQUENCE!r}, over which gshard shards sequences and state; say "
-            f"sequence={own[SEQUENCE]} instead, or choose another name for an axis of your own."
-        )
+    named = {EXPERT: expert, SEQUENCE: sequence}
+    for axis, what in ((EXPERT, "experts"), (SEQUENCE, "sequences")):
+        if axis in own:
+            raise GShardError(
+                f"extra= has an axis {axis!r}, over which gshard shards {what} and state; say "
+                f"{axis}={own[axis]} instead, or choose another name for an axis of your own."
+            )
     if taken := [axis for axis in own if axis in SHARD_AXES]:
         raise GShardError(
             f"extra= has an axis {taken[0]!r}, a name of gshard's shard axes. Choose another one."
         )
-    if sequence > 1 and shape is not None and SEQUENCE in shape:
-        raise GShardError(
-            f"shape={shown(shape)} has an axis {SEQUENCE!r} already: leave out sequence={sequence}."
-        )
-    model, own = own, ({SEQUENCE: sequence} if sequence > 1 else {}) | own
+    named = {axis: size for axis, size in named.items() if size > 1}
+    for axis, size in named.items():
+        if shape is not None and axis in shape:
+            raise GShardError(
+                f"shape={shown(shape)} has an axis {axis!r} already: leave out {axis}={size}."
+            )
+    model, own = own, named | own
     if shape is None and (found := arrange(given, replica, own)) is not None:
         return _mesh(*found)
     if shape is None:
         needed = replica * math.prod(own.values())
         if count % needed:
-            asked = [f"sequence={sequence}"] * (sequence > 1) + [f"extra={model}"] * bool(model)
+            asked = [f"{axis}={size}" for axis, size in named.items()]
+            asked += [f"extra={model}"] * bool(model)
             what = " and ".join([f"replica={replica}", *asked])
             what += f" take {needed}, which" if asked else ""
             raise GShardError(
@@ -246,6 +258,7 @@ class Group:
       model_axes: names and sizes of the user's model-parallel axes, such as tensor parallelism.
       across_nodes: how many shard axes, the last ones, are across nodes; 0 if none is or all are.
       platform: platform of the devices, `"cpu"`, `"gpu"` or `"tpu"`; empty for an abstract mesh.
+      kept: the shard axis on which some parameters are kept; empty for none.
     """
 
     shard: tuple[str, ...]
@@ -255,6 +268,7 @@ class Group:
     model_axes: tuple[tuple[str, int], ...] = ()
     platform: str = ""
     across_nodes: int = 0
+    kept: str = ""
 
     @property
     def size(self) -> int:
@@ -268,8 +282,35 @@ class Group:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The data axes that the examples of a batch are sharded over, in this order."""
-        return tuple(axis for axis in self.axes if axis != SEQUENCE)
+        """The data axes that the examples of a batch are sharded over, in this order.
+
+        The axis that parameters are kept on is the major one: what is gathered over it is then in
+        the order of the global batch.
+        """
+        found = [axis for axis in self.axes if axis != SEQUENCE]
+        return tuple(sorted(found, key=lambda axis: axis != self.kept))
+
+    @property
+    def outer_axes(self) -> tuple[str, ...]:
+        """The axes of `batch_axes` on which nothing is kept."""
+        return tuple(axis for axis in self.batch_axes if axis != self.kept)
+
+    @property
+    def experts(self) -> int:
+        """Devices along the axis that parameters are kept on; 1 without one."""
+        return dict(zip(self.shard, self.sizes, strict=True)).get(self.kept, 1)
+
+    def without(self, axis: str) -> Group:
+        """Returns the group of an array that is kept on one of the shard axes: the other axes."""
+        i = self.shard.index(axis)
+        across = self.across_nodes - (i >= len(self.shard) - self.across_nodes)
+        return dataclasses.replace(
+            self,
+            shard=self.shard[:i] + self.shard[i + 1 :],
+            sizes=self.sizes[:i] + self.sizes[i + 1 :],
+            across_nodes=across,
+            kept="",
+        )
 
     @property
     def sequence(self) -> int:
@@ -358,7 +399,7 @@ def data_group(
         replica = names_of("replica_axes", replica_axes)
     rest = tuple(n for n in names if n not in replica)
     named = tuple(n for n in rest if n in SHARD_AXES)
-    shard = named if set(named) - {SEQUENCE} else rest
+    shard = named if set(named) - {EXPERT, SEQUENCE} else rest
     across: tuple[str, ...] = ()
     if isinstance(mesh, Mesh) and shard_axes is None:
         across = tuple(n for n in shard if crosses_nodes(mesh.devices, names.index(n)))

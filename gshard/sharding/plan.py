@@ -398,7 +398,11 @@ def _described(layout: Layout, sent: Quantized | None) -> str:
 def describe_layout(layout: Layout) -> str:
     """Describes what one device stores: `dim 0 / 8` or `replicated`, and whether on the host."""
     pad = f" + {layout.padding} padded" if layout.padding else ""
-    own = [] if layout.dim is None else [f"dim {layout.dim} / {layout.group.size}{pad}"]
+    own, kept = [], layout.kept
+    if kept is not None:
+        own.append(f"kept on {kept.axis}, dim {kept.dim} / {kept.devices}")
+    if layout.dim is not None:
+        own.append(f"dim {layout.dim} / {layout.group.size}{pad}")
     over = [
         f"dim {d} over {', '.join(names)}" for d, names in enumerate(layout.model_axes) if names
     ]

@@ -107,6 +107,7 @@ def _blocks(layout: Layout) -> tuple[int, int, int]:
         names = layout.model_axes[dim] if layout.model_axes else ()
         shards = math.prod(sizes[name] for name in names)
         shards *= layout.group.size if dim == layout.dim else 1
+        shards *= layout.kept.devices if layout.kept and dim == layout.kept.dim else 1
         block = block_sizes(size, shards)[2] if size else 0
         best = max(best, (shards == 1 and block >= _LONG, block, dim, shards))
     _, block, axis, shards = best

@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
-REPLICA, SHARD, SEQUENCE = "replica", "shard", "sequence"
+REPLICA, SHARD, SEQUENCE, EXPERT = "replica", "shard", "sequence", "expert"
 _SLICE = f"{SHARD}_slice"
 _OF_TORUS = [f"{SHARD}_{name}" for name in "xyz"]
-SHARD_AXES = (SHARD, _SLICE, *_OF_TORUS, SEQUENCE)  # as `make_mesh` names them
+SHARD_AXES = (SHARD, _SLICE, *_OF_TORUS, EXPERT, SEQUENCE)  # as `make_mesh` names them
 
 
 def node_of(device: jax.Device | None) -> int:  # pyright: ignore[reportInvalidTypeForm]

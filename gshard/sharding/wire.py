@@ -106,7 +106,8 @@ def with_wire(
     pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(grads), strict=True))
     _refuse_without_master([x for x, y in pairs if x.gathered_as or y.scattered_as], master, wire)
     if any(y.scattered_as for _, y in pairs):
-        _refuse_mixed_axes(pairs[0][1].group, nodes, wire)
+        every = (y.group for _, y in pairs)  # those of kept arrays have fewer axes
+        _refuse_mixed_axes(max(every, key=lambda group: len(group.shard)), nodes, wire)
     return params, grads
 
 
@@ -180,7 +181,7 @@ def warn_of_wire(
         (x.local(), y.local()) for x, y in zip(params, grads, strict=True) if y.dim is not None
     ]
     if not sharded:
-        alone = " on one device" if params and params[0].group.size == 1 else ""
+        alone = " on one device" if params and all(x.group.size == 1 for x in params) else ""
         warn(f"{wire.named} changes nothing: no array is sharded at level {level.name!r}{alone}.")
         return
     if wire.gather and not wire.scatter and not level.shards_params:

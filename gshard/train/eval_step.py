@@ -20,6 +20,7 @@ from gshard.train.comm.collectives import reduce_scalar
 from gshard.train.comm.loop_order import in_loop_order
 from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
+from gshard.train.global_loss.experts import Experts, kept_dims, refuse_per_device
 from gshard.train.global_loss.sequences import Sequences
 from gshard.train.global_loss.shares import GlobalBatch
 from gshard.train.loss import (
@@ -91,14 +92,17 @@ def make_eval_step(
                     )
             return out
 
+        refuse_per_device(plan.group, is_global)
+        layouts = non_trainable_layouts(parts.non_trainable, plan)
+        experts = Experts(plan.group, kept_dims((plan.params, layouts)), limit)
         dims = plan.sequence_dims(batch)
         sequences = Sequences(plan.group, dims, limit, is_global, plan.sequence_order)
         global_batch, per_example = GlobalBatch(plan.group, limit=limit), list[bool]()
 
         def of_global_batch(params: Any, non_trainable: Any, batch: Any) -> Any:
-            found, own = global_batch.outputs(
-                sequences.complete(outputs), (params, non_trainable), batch
-            )
+            of_examples = experts.complete(sequences.complete(outputs))
+            inside = (lambda: experts.own) if experts.is_on else None
+            found, own = global_batch.outputs(of_examples, (params, non_trainable), batch, inside)
             per_example[:] = own
             return found
 

@@ -23,6 +23,7 @@ from gshard.train.comm.reduce import accumulation_layouts
 from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
 from gshard.train.fsdp.lazy_param import gathered
+from gshard.train.global_loss.experts import Experts, kept_dims, refuse_per_device
 from gshard.train.global_loss.sequences import Sequences, counted_once
 from gshard.train.global_loss.shares import GlobalBatch
 from gshard.train.global_loss.transfers import Transfer, transfers_over
@@ -99,7 +100,11 @@ class MicroBatchLoss:
             *((k, 1) if self.adds_updates else (1, k)),
             limit=most_gathered(plan, options.gather_limit),
         )
-        self.sequence_transfers: list[Transfer] = []
+        self.inner_transfers: list[Transfer] = []
+        # Those over which a loss is evaluated before it is over the examples.
+        wide = (plan.group.kept, plan.group.experts), (SEQUENCE, plan.group.sequence)
+        self.inner_axes: list[str] = [axis for axis, devices in wide if devices > 1]
+        refuse_per_device(plan.group, self.is_global)
         self.device: jax.Array = group_index(plan.group.batch_axes)
         self.stored: list[Any] = jax.tree.leaves(plan.params)
         self.targets: list[Layout] = accumulation_layouts(plan, accumulate)
@@ -118,9 +123,9 @@ class MicroBatchLoss:
             (_, (loss, weight, aux, updates)), (grads, new) = run(points, overwritten)
             # The leaf that is used first gets its gradient last.
             self.order = [i for i in reversed(scope.order) if i < len(self.uses)]
-        if self.group.sequence > 1:
-            aux, sums = counted_once(aux), self.adds_updates
-            updates = counted_once(updates) if sums else updates
+        if self.inner_axes:
+            aux, sums = counted_once(aux, self.inner_axes), self.adds_updates
+            updates = counted_once(updates, self.inner_axes) if sums else updates
         if not self.is_global or self.options.micro_batches > 1:
             refuse_keys(updates, self.raw_keys)
         grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
@@ -151,7 +156,7 @@ class MicroBatchLoss:
     @property
     def transfers(self) -> list[Transfer]:
         """What the loss communicates in its forward pass, after the first call."""
-        return [*self.global_batch.transfers, *self.sequence_transfers]
+        return [*self.global_batch.transfers, *self.inner_transfers]
 
     def _scope(self, seed: jax.Array | None = None) -> GatherScope:
         return GatherScope(not self.options.prefetch, self.options.bucket_size, seed=seed)
@@ -189,17 +194,23 @@ class MicroBatchLoss:
             )
             return sequences.share(of_sequences, trained, divides, *args)
 
+        def of_experts(*args: Any) -> Any:
+            limit, divides = self.global_batch.limit, self.global_batch.batches > 1
+            experts = Experts(self.group, kept_dims((self.stored, given.layouts)), limit)
+            if not experts.is_on:
+                return of_examples(*args)
+            return experts.share(of_examples, trained, divides, *args)
+
         def form(*args: Any) -> Any:
             if not self.is_global:
                 return of_examples(*args)
-            return self.global_batch.shares(
-                of_examples, self.options.by_examples, trained, *args, i
-            )
+            return self.global_batch.shares(of_experts, self.options.by_examples, trained, *args, i)
 
         def prepare(jaxpr: Any, inputs: list[Any], trace: Callable[..., Any]) -> list[Any]:
             paths = dict(enumerate(names, n))  # by position among the inputs
-            if self.group.sequence > 1:
-                self.sequence_transfers = transfers_over(SEQUENCE, jaxpr)
+            self.inner_transfers = [
+                transfer for axis in self.inner_axes for transfer in transfers_over(axis, jaxpr)
+            ]
             return self._keys(
                 draws_of(jaxpr), paths, inputs, lambda b: trace(b, rng), batch, numbers
             )
@@ -328,7 +339,7 @@ def sum_before(one: MicroBatchLoss, given: DeviceInputs) -> None:
     while batch.micro_batches > 1:
         try:
             partial = _sum(one.next_sum, one, given)
-            batch.known.append(reduce_scalar(partial, one.group.batch_axes))
+            batch.known.append(reduce_scalar(partial, batch.axes))
         except NothingToSumError:
             return
 

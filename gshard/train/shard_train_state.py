@@ -17,6 +17,7 @@ from gshard._util.pytree import check_fits, flatten, map_leaves, same_leaves
 from gshard._util.validation import check_takes, flag, shown
 from gshard.distributed.initialize import warn_if_not_joined
 from gshard.sequence.order import ORDERS, Order, check_choice
+from gshard.sharding.keep import Keep
 from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.level import LevelChoice, is_auto, parse_level
 from gshard.sharding.make_plan import PlanRequest, plan_state
@@ -80,6 +81,7 @@ class ShardingOptions(TypedDict, total=False):
     min_shard_size: int
     rules: Any
     scan_axes: ScanAxes
+    keep: Keep | None
     frozen: Any
     precision: Any
     wire: Any
@@ -123,6 +125,7 @@ def shard_train_state(
     min_shard_size: int = 2**14,
     rules: Any = None,
     scan_axes: ScanAxes = None,
+    keep: Keep | None = None,
     frozen: Any = None,
     precision: Any = None,
     wire: Any = None,
@@ -155,6 +158,10 @@ def shard_train_state(
         dimension. It is never sharded, except by a rule of yours at `"os"` and `"os_g"`. Flax's
         metadata (an axis named `layers`, `layer` or `scan`, or one of the names given here) is read
         without it.
+      keep: parameters that stay on one of the shard axes, such as experts: a mapping from path
+        pattern to the axis and the dimension that is sharded over it, `{"experts/": ("expert",
+        0)}`. They are never gathered over this axis, and are sharded over the others as the level
+        says (docs/expert.md). Flax's metadata that names the axis `"expert"` is read without it.
       frozen: parameters that are not trained (Linen and plain): a pattern of paths or several, a
         function of a `gshard.LeafInfo`, or a tree of True and False. They have no gradient and no
         optimizer state, and are sharded where parameters are. Integer parameters are always frozen.
@@ -198,6 +205,7 @@ def shard_train_state(
         min_shard_size=min_shard_size,
         rules=rules,
         scan_axes=scan_axes,
+        keep=keep,
         frozen=frozen,
         precision=precision,
         wire=wire,
@@ -263,6 +271,7 @@ def shard_and_advise(
         rule,
         wrap=shard_optimizer,
         scan_axes=wanted["scan_axes"],
+        keep=wanted["keep"],
         precision=precision,
         wire=wire,
         offload=wanted["offload"],

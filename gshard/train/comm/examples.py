@@ -61,6 +61,20 @@ def gather_examples(
         return full.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
+def exchange_examples(x: jax.Array, old: int, new: int, axes: Sequence[str]) -> jax.Array:
+    """Shards dimension `new` instead of dimension `old`, by one all-to-all."""
+    with jax.named_scope("gshard/loss"):
+        return lax.all_to_all(x, tuple(axes), new, old, tiled=True)
+
+
+def scatter_partial(x: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
+    """Returns this device's slice along `dim` of a sum over devices, as `sum_partial` sums."""
+    with jax.named_scope("gshard/loss"):
+        wide = x.astype(jnp.float32) if x.dtype in _NARROW else x
+        found = lax.psum_scatter(wide, tuple(axes), scatter_dimension=dim, tiled=True)
+        return found.astype(x.dtype)
+
+
 def sum_partial(x: jax.Array, axes: Sequence[str]) -> jax.Array:
     """Sums partial sums over the devices; of float16 and bfloat16 in float32."""
     with jax.named_scope("gshard/loss"):

@@ -162,8 +162,9 @@ def _sum_over_devices(
 
     def sums(grads: list[jax.Array], seed: jax.Array | None = None) -> list[jax.Array]:
         grads = scatter_leaves(grads, [layout.local() for layout in late], size, seed)
-        for axes, of_shards in ((plan.group.axes, False), (plan.group.replica, True)):
-            chosen = [i for i in order if (reduced[i].dim is not None) == of_shards]
+        over = [r.group.axes if r.dim is None else r.group.replica for r in reduced]
+        for axes in dict.fromkeys((plan.group.axes, *over, plan.group.replica)):
+            chosen = [i for i in order if over[i] == axes]
             totals = reduce_bucket_by_bucket([grads[i] for i in chosen], axes, most, ends)
             for i, total in zip(chosen, totals, strict=True):
                 grads[i] = total

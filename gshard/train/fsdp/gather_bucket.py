@@ -105,7 +105,7 @@ def gather_specs(
     """Returns the specs of the leaves of one tree, None for a leaf that is not communicated."""
     names = layer_names([layout.path for layout in stored])
     specs = [
-        GatherSpec(s, r, purpose, converts, s.dim is None or reshard, layer=layer)
+        GatherSpec(s.inside(), r.inside(), purpose, converts, s.dim is None or reshard, layer=layer)
         for s, r, layer in zip(stored, reduced, names, strict=True)
     ]
     return [None if s.stored.dim is None and s.reduced.dim is None else s for s in specs]

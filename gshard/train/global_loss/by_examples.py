@@ -125,4 +125,11 @@ def _called(given: Given) -> Decision:
         )
     wanted = [sharded(0) if mapped else REPLICATED for mapped in call.mapped]
     results = [sharded(0)] * len(given.eqn.outvars)
-    return Decision(wanted, results, run=lambda values: call.fun(*values))
+
+    def run(values: list[Any]) -> list[Any]:
+        if not given.evaluator.exchanges:
+            return call.fun(*values)
+        axes = tuple(0 if mapped else None for mapped in call.mapped)
+        return by_examples(call.fun, axes)(*values)  # for the evaluation over the other axes
+
+    return Decision(wanted, results, run=run)

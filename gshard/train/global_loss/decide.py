@@ -9,6 +9,7 @@ from jax.extend.core import Literal
 
 from gshard._util.jaxpr import JIT, body_of
 from gshard.train.global_loss.by_examples import is_by_examples
+from gshard.train.global_loss.exchange import decide_by_cost
 from gshard.train.global_loss.own_collectives import (
     check_body_as_traced,
     check_own_collective,
@@ -37,7 +38,7 @@ def decide(
 ) -> Decision:
     """Returns how an equation is evaluated; there is always a way."""
     given = Given(eqn, list(placements), list(positions) or [None] * len(placements), evaluator)
-    found = _decide(given)
+    found = decide_by_cost(given, _decide, _candidates) if evaluator.exchanges else _decide(given)
     pairs = zip(placements, found.operands, strict=True)
     evaluator.gathers += any(p.is_sharded and p != wanted for p, wanted in pairs)
     return found
@@ -56,6 +57,15 @@ def _decide(given: Given) -> Decision:
             return found
     check_body_as_traced(given)
     return given.all(REPLICATED)
+
+
+def _candidates(given: Given) -> Iterator[Decision]:
+    """Every way to evaluate an equation by a rule, and that without one."""
+    for attempt in _attempts(given):
+        found = _by_rule(attempt)
+        if found is not None:
+            yield found
+    yield given.all(REPLICATED)
 
 
 def _attempts(given: Given) -> Iterator[Given]:

@@ -11,12 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core as jax_core
+from jax.ad_checkpoint import checkpoint_name
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, warn
 from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope, user_line
 from gshard.sequence.view import called_name
 from gshard.train.comm.collectives import group_index
-from gshard.train.comm.examples import gather_examples, sum_partial
+from gshard.train.comm.examples import (
+    exchange_examples,
+    gather_examples,
+    scatter_partial,
+    sum_partial,
+)
 from gshard.train.global_loss import (  # noqa: F401  the imports register the rules
     attention_rules,
     bodies,
@@ -79,6 +85,9 @@ class GlobalEvaluator:
         which gshard takes the largest (fp8).
       of_examples: whether the parts are of the examples, and not of their sequences.
       batches: how many devices share the examples of the traced values.
+      exchanges: whether an all-to-all may change which dimension is sharded: where parameters are
+        kept on the axis.
+      other_axes: the axes that share the examples of the traced values.
     """
 
     def __init__(
@@ -92,6 +101,8 @@ class GlobalEvaluator:
     ):
         self.axes, self.micro_batches = tuple(axes), micro_batches
         self.of_examples, self.batches = of_examples, 1
+        self.exchanges = False
+        self.other_axes: tuple[str, ...] = ()
         index = group_index(self.axes) * micro_batches + micro_batch
         self.partition = Partition(devices * micro_batches, index, zigzag)
         self.transfers, self.gathers = list[Transfer](), 0
@@ -230,8 +241,21 @@ class GlobalEvaluator:
             return self.partition.part_of(jnp.asarray(array), placement)
         if placement == REPLICATED:
             return self._complete(value, eqn)
+        contiguous = value.placement.outer == placement.outer == 1
+        if self.exchanges and contiguous and not is_key(value.aval):
+            return self._moved(value, placement, eqn)
         full = Value(REPLICATED, value.aval, self.convert(value, REPLICATED, eqn))
         return self.convert(full, placement, eqn)
+
+    def _moved(self, value: Value, placement: Placement, eqn: Any) -> Any:
+        """Shards another dimension, or makes a sum of which each device has a part."""
+        x, old = jnp.asarray(value.array), value.placement
+        self.record("exchange" if old.is_sharded else "scatter", value.aval, eqn)
+        with self._named(eqn):
+            if not old.is_sharded:
+                return scatter_partial(x, placement.dim, self.axes)
+            moved = exchange_examples(x, old.dim, placement.dim, self.axes)
+            return checkpoint_name(moved, "expert_exchange")
 
     def _make(self, value: Value) -> None:
         """Makes a value that was put off."""
@@ -251,6 +275,12 @@ class GlobalEvaluator:
     def _complete(self, value: Value, eqn: Any) -> Any:
         """Makes a value replicated: sums it over the devices, or all-gathers it."""
         kind = "sum" if value.placement == PARTIAL else "gather"
+        if value.placement.kept:
+            warn(
+                f"{self.place(eqn)} all-gathers a parameter that is kept on {self.axes[0]!r}: "
+                "gshard knows no way to compute it on each device's experts. Use a product "
+                "(jnp.einsum) in which the experts are a dimension of both operands."
+            )
         if self.micro_batches > 1:
             return self._sum_of_micro_batches(value, eqn)
         self.record(kind, value.aval, eqn)
@@ -348,6 +378,11 @@ class GlobalEvaluator:
             "raise gather_limit=, or pass loss_semantics='per_device', where each device sees its "
             "own examples alone."
         )
+        if self.exchanges:
+            fix = (
+                "Make the experts a dimension of both operands of a product, as "
+                "gshard.expert.dispatch does, or raise gather_limit=."
+            )
         if not self.of_examples:
             what = "positions of the sequence"
             fix = (
@@ -374,7 +409,7 @@ class GlobalEvaluator:
 
     def _named(self, eqn: Any) -> AbstractContextManager[Any]:
         """Names the equation to those who read what a loss communicates over a sequence axis."""
-        if self.of_examples:
+        if self.of_examples and not self.exchanges:
             return nullcontext()
         return needed_by("result" if eqn is None else _name_of(eqn), self._line_of(eqn))
 

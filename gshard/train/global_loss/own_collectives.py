@@ -10,6 +10,7 @@ from jax import lax
 
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import COLLECTIVES, with_inner
+from gshard.train.global_loss.placement import Placement, sharded
 from gshard.train.global_loss.registry import Decision, Given, partial_rule, rule
 from gshard.train.global_loss.transfers import names_in
 
@@ -67,7 +68,8 @@ def sum_error(place: str) -> GShardError:
 
 
 def _check(given: Given, eqn: Any, of_examples: bool) -> None:
-    name, data, names = eqn.primitive.name, given.evaluator.axes, names_in(eqn.params)
+    name, names = eqn.primitive.name, names_in(eqn.params)
+    data = (*given.evaluator.axes, *given.evaluator.other_axes)
     over = [axis for axis in names if axis in data]
     if name in _OF_ONE_DEVICE or of_examples or len(over) < len(names):
         if not given.evaluator.of_examples:
@@ -93,12 +95,37 @@ def over_model_axes(given: Given) -> Decision:
 
 @rule("all_gather", "reduce_scatter")
 def along_model_axes(given: Given) -> Decision | None:
-    """Along another dimension than that of the examples."""
+    """Along any dimension; along that of the examples the blocks of other devices follow."""
     place, params = given.placements[0], given.params
     gathers = given.eqn.primitive.name == "all_gather"
     along: int = params["all_gather_dimension" if gathers else "scatter_dimension"]
-    if params["tiled"]:
-        return given.all(place) if place.dim != along else None
-    if not gathers:
+    if params["axis_index_groups"] is not None or not (params["tiled"] or gathers):
         return None
-    return given.all(place, place.on(place.dim + (along <= place.dim)))  # a new dimension
+    if not params["tiled"]:
+        return given.all(place, place.on(place.dim + (along <= place.dim)))
+    if place.dim != along:
+        return given.all(place)
+    return _in_blocks(given, place, params["axis_size"], gathers)
+
+
+@rule("all_to_all")
+def between_dimensions(given: Given) -> Decision | None:
+    """From one dimension to another, of which the examples may be one."""
+    place, params = given.placements[0], given.params
+    split, concat = params["split_axis"], params["concat_axis"]
+    if not params["tiled"] or params["axis_index_groups"] is not None or split == concat:
+        return None
+    if place.dim not in (split, concat):
+        return given.all(place)
+    return _in_blocks(given, place, sum_size(given.eqn), place.dim == concat)
+
+
+def _in_blocks(given: Given, place: Placement, devices: int, more: bool) -> Decision | None:
+    """Blocks of several devices follow each other on the sharded dimension, or are split again."""
+    if given.partition.zigzag:
+        return None
+    if more:
+        return given.all(place, sharded(place.dim, place.outer * devices))
+    if place.outer % devices:
+        return None
+    return given.all(place, sharded(place.dim, place.outer // devices))

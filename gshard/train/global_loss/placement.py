@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -23,11 +23,13 @@ class Placement:
       dim: the sharded dimension. Its size is `outer * parts * n`; part i holds `[:, i, :]`, or in
         zig-zag order `[::2, i, :]` and `[1::2, parts - 1 - i, :]`.
       outer: 1 where a part is one contiguous slice.
+      kept: whether it is sharded because a parameter stays on its devices.
     """
 
     kind: Literal["replicated", "sharded", "partial"]
     dim: int = -1
     outer: int = 1
+    kept: bool = field(default=False, compare=False)
 
     @property
     def is_sharded(self) -> bool:
@@ -36,7 +38,7 @@ class Placement:
 
     def on(self, dim: int) -> Placement:
         """Returns the same slices on another dimension."""
-        return Placement("sharded", dim, self.outer)
+        return Placement("sharded", dim, self.outer, self.kept)
 
     def __str__(self) -> str:
         inner = "" if self.outer == 1 else f" in each of {self.outer} blocks"

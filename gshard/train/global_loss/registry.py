@@ -24,9 +24,11 @@ class Evaluator(Protocol):
     """What a rule uses of `evaluator.GlobalEvaluator`, which describes it."""
 
     axes: tuple[str, ...]
+    other_axes: tuple[str, ...]
     partition: Partition
     micro_batches: int
     of_examples: bool
+    exchanges: bool
     returned: list[bool]
     gathers: int
     transfers: list[Transfer]

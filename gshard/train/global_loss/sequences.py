@@ -54,6 +54,11 @@ class Sequences:
         self.batches = group.batch_shards if of_global_batch else 1
         self.zigzag = order == "zigzag"
 
+    @property
+    def is_on(self) -> bool:
+        """Whether sequences are sharded at all."""
+        return self.group.sequence > 1
+
     def share(
         self, fun: Callable[..., Any], trained: int, divides: bool, *args: Any
     ) -> tuple[Any, Any]:
@@ -82,7 +87,7 @@ class Sequences:
 
         Its outputs are complete on each device.
         """
-        if self.group.sequence == 1:
+        if not self.is_on:
             return fun
 
         def of_slices(params: Any, non_trainable: Any, batch: Any) -> Any:
@@ -91,10 +96,13 @@ class Sequences:
             def of_leaves(leaves: list[Any], batch: Any, _: Any) -> Any:
                 return fun(*structure.unflatten(leaves), batch)
 
-            evaluator, found = self._values(of_leaves, 0, leaves, batch, None)
-            return jax.tree.map(lambda value: evaluator.convert(value, REPLICATED), found)
+            return self._completed(*self._values(of_leaves, 0, leaves, batch, None))
 
         return of_slices
+
+    def _completed(self, evaluator: GlobalEvaluator, found: Any) -> Any:
+        """Returns a tree of complete arrays."""
+        return jax.tree.map(lambda value: evaluator.convert(value, REPLICATED), found)
 
     def _values(
         self, fun: Callable[..., Any], trained: int, params: list[Any], batch: Any, rng: Any
@@ -119,12 +127,12 @@ class Sequences:
         return evaluator, evaluate_loss(evaluator, seen_in_full, *given)
 
 
-def counted_once(tree: Any) -> Any:
-    """Sets sums to 0 on all devices of the sequence axis but the first.
+def counted_once(tree: Any, axes: Sequence[str]) -> Any:
+    """Sets sums to 0 on all devices of these axes but the first.
 
     Auxiliary outputs are the same on all of them, and are summed over all devices.
     """
-    first = group_index((SEQUENCE,)) == 0
+    first = group_index(axes) == 0
 
     def once(x: Any) -> Any:
         sums = isinstance(x, Weighted) or (isinstance(x, Reduced) and x.by == "sum")

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 
 from gshard._util.jaxpr import abstract, abstract_like
 from gshard.sharding.mesh import Group
+from gshard.train.comm.examples import gather_examples
 from gshard.train.fsdp.trace_loss import trace_loss
 from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum
-from gshard.train.global_loss.placement import PARTIAL, REPLICATED, sharded
+from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
 from gshard.train.global_loss.transfers import Transfer
 from gshard.train.global_loss.value import Value
 from gshard.train.loss import SAME, Reduced, Weighted, has_reduction
@@ -50,7 +51,17 @@ class GlobalBatch:
     @property
     def parts(self) -> int:
         """Into how many parts the global batch is split."""
-        return self.group.batch_shards * self.micro_batches
+        return self.shards * self.micro_batches
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which the examples are split here."""
+        return self.group.outer_axes
+
+    @property
+    def shards(self) -> int:
+        """Devices along `axes`."""
+        return self.group.batch_shards // self.group.experts
 
     def values(
         self, fun: Callable[..., Any], trained: int, params: list[Any], batch: Any, rng: Any, i: Any
@@ -60,8 +71,7 @@ class GlobalBatch:
         The first `trained` of the parameters are differentiated. Returns a tree of `Value`.
         """
         part = i if self.micro_batches > 1 else 0  # of batches, each is whole by itself
-        axes, shards = self.group.batch_axes, self.group.batch_shards
-        evaluator = GlobalEvaluator(axes, shards, self.micro_batches, part)
+        evaluator = GlobalEvaluator(self.axes, self.shards, self.micro_batches, part)
         evaluator.known, evaluator.collects = list(self.known), self.collects
         evaluator.limit, evaluator.statistics = self.limit, self.statistics
         self.transfers = evaluator.transfers
@@ -69,10 +79,18 @@ class GlobalBatch:
         found = evaluate_loss(evaluator, fun, self.group, dims, 1, trained, params, batch, rng)
         return evaluator, found
 
-    def outputs(self, fun: Callable[..., Any], params: Any, batch: Any) -> tuple[Any, list[bool]]:
+    def outputs(
+        self,
+        fun: Callable[..., Any],
+        params: Any,
+        batch: Any,
+        own_inside: Callable[[], Sequence[bool]] | None = None,
+    ) -> tuple[Any, list[bool]]:
         """Evaluates `fun(*params, batch)`, and completes its outputs.
 
-        Returns the tree of outputs, and of each whether this device has those of its examples.
+        `own_inside`, where parameters are kept on an axis, says afterwards which outputs `fun`
+        returns for the examples of one device of that axis. Returns the tree of outputs, and of
+        each whether this device has those of its examples.
         """
         leaves, structure = jax.tree.flatten(params)
 
@@ -81,16 +99,20 @@ class GlobalBatch:
 
         evaluator, found = self.values(of_leaves, 0, leaves, batch, None, 0)
 
-        def complete(x: Any) -> tuple[Any, bool]:
+        def complete(x: Any, inside: bool) -> tuple[Any, bool]:
             if isinstance(x, Weighted):
                 both = (evaluator.convert(v, REPLICATED) for v in (x.sum, x.weight))
                 return jnp.divide(*both), False
             value = x.value if isinstance(x, Reduced) else x
-            own = value.placement == sharded(0)
-            return evaluator.convert(value, sharded(0) if own else REPLICATED), own
+            own = inside and value.placement == sharded(0)
+            array = evaluator.convert(value, sharded(0) if own else REPLICATED)
+            if inside and not own and own_inside is not None:
+                array = gather_examples(array, 0, 1, (self.group.kept,))
+            return array, own
 
         leaves, tree = jax.tree.flatten(found, is_leaf=is_output)
-        pairs = [complete(x) for x in leaves]
+        inside = [True] * len(leaves) if own_inside is None else own_inside()
+        pairs = [complete(x, own) for x, own in zip(leaves, inside, strict=True)]
         return jax.tree.unflatten(tree, [x for x, _ in pairs]), [own for _, own in pairs]
 
     def shares(self, fun: Callable[..., Any], by_examples: bool, trained: int, *args: Any) -> Any:
@@ -112,7 +134,9 @@ class GlobalBatch:
         if weight is None and total.quotient is not None and not averaged:
             total, weight = total.quotient
         elif weight is None and examples is not None:
-            weight, total = _number(examples), _scaled(evaluator, total, examples)
+            # Every device of the other axes adds it.
+            others = self.group.devices // self.shards
+            weight, total = _number(examples / others), _scaled(evaluator, total, examples)
         share = share_of(evaluator, total)
         if weight is None:
             share = share / self.batches
@@ -134,7 +158,7 @@ class GlobalBatch:
 
     def _examples(self, batch: Any) -> int:
         sizes = [jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)]
-        return sizes[0] * self.parts if sizes else 1
+        return sizes[0] * self.parts * self.group.experts if sizes else 1
 
 
 def evaluate_loss(
@@ -147,14 +171,18 @@ def evaluate_loss(
     params: list[Any],
     batch: Any,
     rng: Any,
+    kept: Sequence[int | None] = (),
 ) -> Any:
     """Traces `fun(params, batch, rng)` for global arrays, and evaluates it on this device's parts.
 
     `dims` are the dimensions of the arrays of the batch of which this device has a part, None for
-    those that it has in full; `outer` is that of their placement. The first `trained` of the
-    parameters are differentiated. Returns a tree of `Value`.
+    those that it has in full; `outer` is that of their placement, and `kept` are the dimensions of
+    the parameters. The first `trained` of the parameters are differentiated. Returns a tree of
+    `Value`.
     """
     parts, (arrays, structure) = evaluator.partition.parts, jax.tree.flatten(batch)
+
+    kept = kept or [None] * len(params)
 
     def full(x: Any, dim: int | None) -> jax.ShapeDtypeStruct:
         shape = (n * parts if i == dim else n for i, n in enumerate(jnp.shape(x)))
@@ -163,11 +191,14 @@ def evaluate_loss(
     (jaxpr, consts), shapes = trace_loss(
         fun,
         group.axes,
-        jax.tree.map(abstract_like, params),
+        [full(x, dim) for x, dim in zip(params, kept, strict=True)],
         structure.unflatten(map(full, arrays, dims)),
         jax.tree.map(abstract_like, rng),
     )
-    leaves = [(x, REPLICATED, at < trained) for at, x in enumerate(params)]
+    leaves = [
+        (x, REPLICATED if dim is None else Placement("sharded", dim, kept=True), at < trained)
+        for at, (x, dim) in enumerate(zip(params, kept, strict=True))
+    ]
     for x, dim in zip(arrays, dims, strict=True):
         leaves.append((x, REPLICATED if dim is None or parts == 1 else sharded(dim, outer), False))
     leaves += [(x, REPLICATED, False) for x in jax.tree.leaves(rng)]

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from gshard._util.errors import some
+from gshard._util.errors import some, warn
 from gshard._util.jaxpr import (
     all_equations,
     bind_inlined,
@@ -335,6 +335,19 @@ class GatheredUpdate:
         values.update(zip(results, cut, strict=True))
         return later
 
+    def warn_of_kept(self, layouts: Sequence[Layout]) -> None:
+        """Warns of kept parameters whose products need them on every device."""
+        pairs = zip(self._traced.inputs, layouts, strict=True)
+        needed = [x for i, x in pairs if i in self._product_inputs]
+        paths = {x.path: x.kept.axis for x in needed if x.kept is not None}
+        for axis in set(paths.values()):
+            warn(
+                f"the optimizer multiplies matrices made of {some(sorted(paths))}, which are kept "
+                f"on {axis!r}: they are gathered, and every device multiplies all of them. Give "
+                "the experts another optimizer, "
+                "optax.partition({'experts': optax.adamw(1e-3), ...}, labels)."
+            )
+
     def _layout(self, i: int, dim: Dim) -> Layout:
         aval, dim = self._traced.avals[i], None if dim == UNKNOWN else dim
         return Layout("", aval.shape, aval.dtype, dim, self._plan.group, None, "")
@@ -369,6 +382,7 @@ def with_gathered_operands(
     traced = TracedUpdate(closed.jaxpr, closed.consts)
     ends = [layout.dim for layout in results]
     update = GatheredUpdate(traced, [layout.dim for layout in layouts], [], ends, [], plan)
+    update.warn_of_kept(layouts)
     on_host = (i for i, x in zip(traced.inputs, layouts, strict=True) if x.on_host)
     update.in_order = traced.computed_from(on_host).isdisjoint(update.sources.values())
     if record is not None:

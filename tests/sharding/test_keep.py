@@ -1,0 +1,156 @@
+"""Parameters that are kept on a shard axis: their layouts, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import gshard
+from gshard.sharding.mesh import data_group
+from tests.experts import DATA_EXPERT, KEEP, D, E, F, params, sharded
+
+P = jax.P
+
+
+def mesh(**sizes: int) -> AbstractMesh:
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+
+
+def plan_of(level, keep=KEEP, p=None, on=None, **options):
+    given = (params() if p is None else p, optax.adam(1e-3))
+    on = mesh(data=2, expert=4) if on is None else on
+    return gshard.shard_train_state(given, on, level, keep=keep, min_shard_size=0, **options)[1]
+
+
+@pytest.mark.parametrize(
+    ("level", "stored", "reduced"),
+    [
+        ("dp", P("expert"), P("expert")),
+        ("os", P("expert"), P("expert", "data")),
+        ("os_g", P("expert"), P("expert", "data")),
+        ("p_g_os", P("expert", "data"), P("expert", "data")),
+    ],
+)
+def test_a_kept_array_is_sharded_on_two_dimensions(level, stored, reduced):
+    plan = plan_of(level)
+    up = plan.params["experts"]["up"]
+    assert (up.spec, plan.grads["experts"]["up"].spec) == (stored, reduced)
+    assert plan.opt_state[0].mu["experts"]["up"].spec == reduced
+    assert up.group.shard == ("data",) and plan.group.shard == ("data", "expert")
+    other = 2 if level == "p_g_os" else 1
+    assert up.shard_shape == (E // 4, D // other, F)
+    assert up.bytes_per_device == 4 * E * D * F // 4 // other
+    assert plan.params["head"].group == plan.group
+
+
+def test_padding_is_on_the_other_dimension():
+    p = params()
+    p["experts"] = {"up": np.zeros((4, 3, 5), np.float32)}
+    up = plan_of("p_g_os", p=p).params["experts"]["up"]
+    assert up.stored_shape == (4, 3, 6) and up.shard_shape == (1, 3, 3)
+    assert up.local().shape == (1, 3, 5) and up.inside().stored_shape == (1, 3, 6)
+
+
+def test_nothing_is_kept_on_an_axis_of_one_device():
+    plan = plan_of("os", on=mesh(data=2, expert=1))
+    assert plan.params["experts"]["up"].kept is None and plan.group.kept == ""
+
+
+def test_any_shard_axis_can_keep_parameters():
+    plan = plan_of("p_g_os", {"experts/up": ("data", -1)})
+    assert plan.params["experts"]["up"].spec == P("expert", None, "data")
+    assert plan.params["experts"]["down"].kept is None
+    assert plan.batch_spec == P(("data", "expert"))
+
+
+def test_examples_are_sharded_over_the_kept_axis_first():
+    assert plan_of("os").batch_spec == P(("expert", "data"))
+    assert plan_of("os", None, on=mesh(a=2, b=2)).batch_spec == P(("a", "b"))
+
+
+def test_the_mesh_has_an_expert_axis():
+    made = gshard.make_mesh(replica=2, expert=2, sequence=2)
+    assert dict(made.shape) == {"replica": 2, "shard": 1, "expert": 2, "sequence": 2}
+    group = data_group(made)
+    assert group.shard == ("shard", "expert", "sequence") and group.replica == ("replica",)
+
+
+BAD_KEEP = {
+    "no pattern matches": ({"expertz/": ("expert", 0)}, "'expertz/' matches no parameter.*There"),
+    "no such axis": ({"experts/": ("experts", 0)}, "axis 'experts', which is not in the mesh. Did"),
+    "a replica axis": ({"experts/": ("replica", 0)}, "'replica', which is a replica axis"),
+    "no such dimension": ({"experts/": ("expert", 3)}, r"dimension 3 of experts/down \[8, 24"),
+    "not divisible": ({"router": ("expert", 1), "head": ("expert", 1), "embed": ("expert", 0),
+                       "experts/up": ("expert", 0)}, "has 6 entries, which the 4 devices"),
+    "no pair": ({"experts/": "expert"}, "'experts/' is mapped to 'expert'. Give the axis"),
+    "no number": ({"experts/": ("expert", "0")}, "Give the axis and the dimension, such as"),
+    "no mapping": ([("experts/", "expert", 0)], "must map path patterns to a shard axis"),
+    "empty": ({}, "must map path patterns"),
+    "two axes": ({"up": ("expert", 0), "down": ("data", 0)}, "several axes, data, expert"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_KEEP)
+def test_bad_keep_is_refused(case):
+    keep, message = BAD_KEEP[case]
+    p = params()
+    if case == "not divisible":
+        p["router"] = p["router"][:, :6]
+    with pytest.raises(gshard.GShardError, match=message):
+        plan_of("os", keep, p, mesh(replica=2, data=2, expert=4))
+
+
+def test_a_pattern_that_is_no_expression_is_refused():
+    with pytest.raises(gshard.GShardError, match="keep"):
+        plan_of("os", {"(": ("expert", 0)})
+
+
+def test_fewer_experts_than_devices_name_the_sizes_that_fit():
+    with pytest.raises(gshard.GShardError, match="has 6 entries.*such as 2, 3, 6"):
+        plan_of("os", p=params(experts=6))
+
+
+def test_the_scanned_dimension_is_refused():
+    p = {"layers": {"up": np.zeros((4, 8, 6, 6), np.float32)}}
+    with pytest.raises(gshard.GShardError, match="a scan over layers iterates over.*such as 1"):
+        plan_of("os", {"up": ("expert", 0)}, p, scan_axes={"layers": 0})
+
+
+def test_an_expert_axis_that_nothing_uses_is_named():
+    with pytest.warns(gshard.GShardWarning, match="expert axis of 4 devices, and no parameter is"):
+        plan = plan_of("os", None)
+    assert plan.group.kept == ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_of("os")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"extra": {"expert": 2}}, "gshard shards experts and state; say expert=2"),
+        ({"shape": {"expert": 2}, "expert": 2}, "has an axis 'expert' already: leave out expert=2"),
+        ({"expert": 3}, "expert=3 take 3, which does not divide the 8 devices"),
+        ({"expert": 0}, "expert=0 must be"),
+    ],
+)
+def test_bad_meshes_are_refused(wrong, message):
+    with pytest.raises(gshard.GShardError, match=re.escape(message)):
+        gshard.make_mesh(**wrong)
+
+
+def test_a_replica_axis_of_experts_is_refused():
+    with pytest.raises(gshard.GShardError, match="expert.*replica axis"):
+        sharded(DATA_EXPERT, "os", replica_axes="expert")
+
+
+def test_the_table_says_what_is_kept():
+    text = str(plan_of("p_g_os"))
+    assert text.count("kept on expert, dim 0 / 4") == 4  # parameter and gradient of two arrays

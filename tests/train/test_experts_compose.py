@@ -1,0 +1,218 @@
+"""Kept experts with the other things that a state can have, against one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from optax.contrib import muon
+
+import gshard
+from tests.experts import (
+    DATA_EXPERT,
+    KEEP,
+    D,
+    E,
+    F,
+    V,
+    batch,
+    clipped_adamw,
+    every_token,
+    mean_loss,
+    params,
+    sharded,
+    worst,
+)
+from tests.processes import run_workers
+
+ONE = {"devices": jax.devices()[:1]}
+
+
+def trained(mesh: Any, level: str, loss: Any, p: Any = None, steps: int = 2, **options: Any) -> Any:
+    """The last loss, and the parameters after some steps; the plan."""
+    keep = None if mesh in (ONE, {}) else KEEP
+    state, plan = sharded(mesh, level, p, **({"keep": keep} | options))
+    step = gshard.make_train_step(loss, plan)
+    for seed in range(steps):
+        state, metrics = step(state, batch(seed))
+    return float(metrics["loss"]), jax.tree.map(np.asarray, gshard.full_params(state)), plan
+
+
+def wide() -> Any:
+    """Arrays that are large enough to be quantized."""
+    rng = np.random.default_rng(1)
+
+    def normal(*shape: int) -> np.ndarray:
+        return (rng.normal(size=shape) * shape[-2] ** -0.5).astype(np.float32)
+
+    return {
+        "embed": normal(V, 64),
+        "router": normal(64, E),
+        "experts": {"up": normal(E, 64, 128), "down": normal(E, 128, 64)},
+        "head": normal(64, V),
+    }
+
+
+@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+def test_bfloat16_with_master_copies(level):
+    loss = mean_loss("one-hot")
+    found = trained(DATA_EXPERT, level, loss, precision="bfloat16")
+    wanted = trained(ONE, level, loss, precision="bfloat16")
+    assert abs(found[0] - wanted[0]) < 2e-3
+    assert found[2].master["experts/up"].kept == found[2].params["experts"]["up"].kept
+    diff = jax.tree.map(lambda x, y: np.abs(x.astype(np.float32) - y).mean(), found[1], wanted[1])
+    assert max(jax.tree.leaves(diff)) < 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:wire='int8'")  # some arrays are small
+def test_quantized_communication_rounds_experts_as_other_arrays():
+    loss, given, p = mean_loss("every token"), batch(), wide()
+    reference = jax.jit(jax.grad(loss))(p, given)
+    state, plan = sharded(DATA_EXPERT, "p_g_os", p, wire="int8")
+    _, grads = jax.jit(gshard.value_and_grad(loss, plan))(state.params, given)
+    assert plan.params["experts"]["up"].gathered_as is not None
+
+    def off(x: Any, y: Any) -> float:
+        return float(np.linalg.norm(np.asarray(x) - y) / np.linalg.norm(y))
+
+    for error in jax.tree.leaves(jax.tree.map(off, grads, reference)):
+        assert 0 < error < 0.03
+
+
+def test_optimizer_state_of_8_bits():
+    loss = mean_loss("every token")
+    precision = gshard.Precision(compute_dtype="float32", state_dtype="int8")
+    options = {"p": wide(), "steps": 3, "precision": precision, "tx": optax.adamw(1e-3)}
+    found = trained(DATA_EXPERT, "p_g_os", loss, **options)
+    wanted = trained({}, "p_g_os", loss, **options)
+    exact = trained({}, "p_g_os", loss, **(options | {"precision": None}))
+    assert "in 8 bits" in str(found[2])
+    assert worst(found[1], exact[1]) < 3 * max(worst(wanted[1], exact[1]), 1e-3)
+
+
+def test_state_in_host_memory():
+    loss = mean_loss("one-hot")
+    found = trained(DATA_EXPERT, "p_g_os", loss, offload=True)
+    wanted = trained(DATA_EXPERT, "p_g_os", loss)
+    assert found[2].params["experts"]["up"].on_host
+    assert worst(found[1], wanted[1]) < 1e-5
+
+
+def test_matrices_of_another_optimizer_than_the_experts():
+    labels = {"embed": "muon", "router": "adam", "experts": "adam", "head": "muon"}
+    tx = optax.partition({"muon": muon(1e-2), "adam": optax.adam(1e-2)}, labels)
+    loss = mean_loss("one-hot")
+    found, wanted = (trained(mesh, "p_g_os", loss, tx=tx) for mesh in (DATA_EXPERT, ONE))
+    assert worst(found[1], wanted[1]) < 2e-5
+
+
+def test_matrix_products_of_experts_are_exact_and_named():
+    dims = jax.tree.map(
+        lambda x: optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1), params()
+    )
+    tx, loss = muon(1e-2, muon_weight_dimension_numbers=dims), mean_loss("one-hot")
+    wanted = trained(ONE, "p_g_os", loss, tx=tx)
+    with pytest.warns(gshard.GShardWarning, match="multiplies matrices made of .*experts/up"):
+        found = trained(DATA_EXPERT, "p_g_os", loss, tx=tx)
+    assert worst(found[1], wanted[1]) < 2e-5
+
+
+@pytest.mark.parametrize("tx", [optax.adafactor(1e-2, min_dim_size_to_factor=4), optax.lamb(1e-2)])
+def test_optimizers_across_the_entries_of_an_array(tx):
+    loss = mean_loss("one-hot")
+    found, wanted = (trained(mesh, "os_g", loss, tx=tx) for mesh in (DATA_EXPERT, ONE))
+    assert worst(found[1], wanted[1]) < 2e-5
+
+
+@pytest.mark.parametrize(
+    "options", [{"reshard_after_forward": False}, {"reshard_after_forward": 2}]
+)
+def test_gathered_parameters_that_are_kept_for_the_backward_pass(options):
+    mesh, loss = {"shape": {"data": 4, "expert": 2}}, mean_loss("one-hot")
+    state, plan = sharded(mesh, "p_g_os")
+    found = jax.jit(gshard.value_and_grad(loss, plan, **options))(state.params, batch())
+    assert worst(found[1], jax.grad(loss)(params(), batch())) < 2e-6
+
+
+def test_sequences_and_experts_on_one_mesh():
+    mesh, loss = {"shape": {"data": 2}, "expert": 2, "sequence": 2}, mean_loss("every token", True)
+    state, plan = sharded(mesh, "p_g_os")
+    found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, batch())
+    wanted = jax.value_and_grad(loss)(params(), batch())
+    assert abs(float(found[0]) - float(wanted[0])) < 2e-6 and worst(found[1], wanted[1]) < 2e-6
+
+
+def test_a_checkpoint_moves_to_any_number_of_expert_devices(tmp_path):
+    loss, tx = mean_loss("one-hot"), clipped_adamw()
+    state, plan = sharded(DATA_EXPERT, "p_g_os", tx=tx)
+    step = gshard.make_train_step(loss, plan, donate=False)
+    state, _ = step(state, batch(0))
+    with gshard.Checkpointer(tmp_path) as saved:
+        saved.save(1, state)
+    wanted = jax.tree.map(np.asarray, gshard.full_params(step(state, batch(1))[0]))
+    for mesh, level, keep in (
+        ({"expert": 2}, "p_g_os", KEEP),
+        ({"expert": 8}, "os", KEEP),
+        ({}, "os_g", None),
+        ({"devices": jax.devices()[:3]}, "p_g_os", None),
+    ):
+        other, other_plan = sharded(mesh, level, tx=tx, keep=keep)
+        with gshard.Checkpointer(tmp_path) as saved:
+            other = saved.restore(like=other).state
+        other = gshard.make_train_step(loss, other_plan)(other, batch(1))[0]
+        assert worst(gshard.full_params(other), wanted) < 1e-5
+
+
+class Mixture(nnx.Module):
+    """The same model in NNX; a name in the metadata keeps the experts."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        kept = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("expert", None, None))
+        self.embed = nnx.Embed(V, D, rngs=rngs)
+        self.router = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (D, E)))
+        self.up = nnx.Param(kept(rngs.params(), (E, D, F)))
+        self.down = nnx.Param(kept(rngs.params(), (E, F, D)))
+        self.head = nnx.Linear(D, V, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = jnp.tanh(self.embed(x))
+        p = {"router": self.router[...], "experts": {"up": self.up[...], "down": self.down[...]}}
+        return self.head(h + every_token(p, h))
+
+
+def test_nnx_experts_are_kept_by_their_metadata():
+    def made():
+        with nnx.use_eager_sharding(False):  # Flax would want a mesh here
+            model = Mixture(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    def loss(model, given):
+        out = model(given["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(out, given["y"]).mean()
+
+    found = []
+    for mesh in (ONE, DATA_EXPERT):
+        (model, optimizer), plan = gshard.shard_train_state(
+            made(), gshard.make_mesh(**mesh), "p_g_os", min_shard_size=0
+        )
+        step = gshard.make_train_step(loss, plan)
+        for seed in range(2):
+            metrics = step(model, optimizer, batch(seed))
+        found.append((float(metrics["loss"]), str(plan)))
+    assert abs(found[0][0] - found[1][0]) < 5e-6
+    assert found[1][1].count("kept on expert") == 4
+
+
+@pytest.mark.slow
+def test_two_processes_share_experts_and_examples(tmp_path):
+    for found in run_workers(tmp_path, "train.experts_worker"):
+        np.testing.assert_allclose(found["losses"], found["of_one_device"], rtol=2e-6)
+        assert np.diff(found["mine"]).max() > 1  # each has examples of every expert device
+        np.testing.assert_allclose(
+            found["by_position"], found["by_position_of_one_device"], rtol=1e-5
+        )
