@@ -23,8 +23,8 @@ import gshard
 from benchmarks.machine import write_cells
 from benchmarks.processes import in_processes, is_first
 from benchmarks.timing import Ratio, in_turn, ratio
+from gshard.sharding.group import data_group
 from gshard.sharding.layout import Layout
-from gshard.sharding.mesh import data_group
 from gshard.train.comm.collectives import all_gather_updated, reduce_leaves, scatter_leaves
 
 KINDS = ("reduce-scatter", "all-gather", "all-reduce")

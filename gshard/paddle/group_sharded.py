@@ -16,8 +16,8 @@ from gshard._util.errors import GShardError, did_you_mean, warn
 from gshard._util.pytree import flatten
 from gshard._util.validation import check_integer, flag, shown
 from gshard.paddle.grad_scaler import Scaler
+from gshard.sharding.group import data_group
 from gshard.sharding.level import Level, LevelName, parse_level
-from gshard.sharding.mesh import data_group
 from gshard.sharding.rules import LeafInfo
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.shard_train_state import ShardingOptions, shard_and_advise

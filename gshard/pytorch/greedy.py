@@ -21,7 +21,7 @@ from gshard.pytorch.from_owners import FromOwners
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.parameters import Parameters
 from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_shards, with_zeros
-from gshard.sharding.mesh import data_group
+from gshard.sharding.group import data_group
 from gshard.train.gradients import LocalGradients
 from gshard.train.options import StepOptions
 from gshard.train.shard_train_state import shard_train_state

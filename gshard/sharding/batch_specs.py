@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten, subscript
-from gshard.sharding.mesh import Group
+from gshard.sharding.group import Group
 from gshard.sharding.topology import SEQUENCE
 
 

@@ -20,9 +20,9 @@ from gshard._util.errors import GShardError
 from gshard._util.html import html_of
 from gshard._util.text import bytes_of, text_of, text_table
 from gshard._util.validation import check_integer, shown
+from gshard.sharding.group import Group, Hop
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import Accumulate, check_accumulate
-from gshard.sharding.mesh import Group, Hop
 from gshard.sharding.nodes import Nodes, nodes_of, sent_share
 from gshard.sharding.plan import Plan, UpdateProducts
 

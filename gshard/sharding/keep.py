@@ -8,8 +8,8 @@ from typing import Any
 from gshard._util import validation
 from gshard._util.errors import GShardError, did_you_mean, some, warn
 from gshard._util.validation import dimension, shown
+from gshard.sharding.group import Group, entry_axes
 from gshard.sharding.layout import Kept
-from gshard.sharding.mesh import Group, entry_axes
 from gshard.sharding.topology import EXPERT
 
 Keep = Mapping[str, tuple[str, int]]

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten
-from gshard.sharding.mesh import Group, entry_axes
+from gshard.sharding.group import Group, entry_axes
 from gshard.sharding.quantized import Quantized
 from gshard.sharding.rules import LeafInfo, Rule, ShardDim
 

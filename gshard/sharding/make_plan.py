@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import belongs_to, check_unique, flatten, path_of
 from gshard.sequence.order import Order
+from gshard.sharding.group import Group, entry_axes
 from gshard.sharding.keep import Keep, kept_params
 from gshard.sharding.layout import HOST, Layout, all_replicated, lay_out, model_axes_of
 from gshard.sharding.level import Level, parse_level
-from gshard.sharding.mesh import Group, entry_axes
 from gshard.sharding.nodes import nodes_of
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import Precision, is_floating

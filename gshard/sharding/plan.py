@@ -20,10 +20,10 @@ from gshard._util.text import text_of, text_table
 from gshard._util.validation import shown
 from gshard.sequence.order import Order
 from gshard.sharding.batch_specs import sequence_dims, spec_of
+from gshard.sharding.group import Group
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import DEVICE, Layout, all_replicated
 from gshard.sharding.level import Level, LevelChoice
-from gshard.sharding.mesh import Group
 from gshard.sharding.precision import Precision
 from gshard.sharding.quantized import Quantized
 from gshard.sharding.quantized_array import decoded, encoded, quantized_arrays

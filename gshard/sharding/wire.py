@@ -17,9 +17,9 @@ import jax
 
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.validation import shown
+from gshard.sharding.group import Group
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import Level
-from gshard.sharding.mesh import Group
 from gshard.sharding.nodes import Nodes
 from gshard.sharding.precision import Precision, first_match, is_floating
 from gshard.sharding.quantized import Quantized, wire_dtype

@@ -17,11 +17,12 @@ from gshard._util.pytree import check_fits, flatten, map_leaves, same_leaves
 from gshard._util.validation import check_takes, flag, shown
 from gshard.distributed.initialize import warn_if_not_joined
 from gshard.sequence.order import ORDERS, Order, check_choice
+from gshard.sharding.group import Group, data_group
 from gshard.sharding.keep import Keep
 from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.level import LevelChoice, is_auto, parse_level
 from gshard.sharding.make_plan import PlanRequest, plan_state
-from gshard.sharding.mesh import Group, data_group, warn_of_compilation_cache
+from gshard.sharding.mesh import warn_of_compilation_cache
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import as_precision
 from gshard.sharding.quantized_array import (

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 
 from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean, some
 from gshard._util.validation import names_of, shown
-from gshard.sharding.mesh import data_group, devices_of, make_mesh
+from gshard.sharding.group import data_group
+from gshard.sharding.mesh import devices_of, make_mesh
 from gshard.sharding.topology import SHARD
 from gshard.wrapped.wrapped_model import Wrapped
 

@@ -22,9 +22,10 @@ from gshard.checkpoint.orbax import epath
 from gshard.checkpoint.quiet_orbax import orbax_module
 from gshard.checkpoint.step_files import StepFolder
 from gshard.distributed.agree import run_on_all
+from gshard.sharding.group import data_group
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import Layout, all_replicated
-from gshard.sharding.mesh import data_group, make_mesh
+from gshard.sharding.mesh import make_mesh
 
 NamedArrays = dict[str, tuple[jax.Array, Layout]]  # arrays as stored
 

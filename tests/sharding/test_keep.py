@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import gshard
-from gshard.sharding.mesh import data_group
+from gshard.sharding.group import data_group
 from tests.experts import DATA_EXPERT, KEEP, D, E, F, params, sharded
 
 P = jax.P

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
+from gshard.sharding.group import data_group
 from gshard.sharding.layout import Layout
-from gshard.sharding.mesh import data_group
 from gshard.train.comm import collectives
 from tests.reference import path_name
 from tests.sharding.random_states import (

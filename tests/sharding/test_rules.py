@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
+from gshard.sharding.group import Group
 from gshard.sharding.layout import lay_out
-from gshard.sharding.mesh import Group
 from gshard.sharding.rules import LeafInfo, as_rules, by_path, by_shape, first_of
 
 SHAPES = st.lists(st.integers(0, 17), max_size=4).map(tuple)

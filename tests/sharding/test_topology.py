@@ -14,7 +14,8 @@ import pytest
 import gshard
 from gshard.sharding import mesh as mesh_module
 from gshard.sharding import nodes, topology
-from gshard.sharding.mesh import data_group, new_group
+from gshard.sharding.group import data_group
+from gshard.sharding.mesh import new_group
 from gshard.sharding.topology import arrange, by_node
 from gshard.wrapped.arguments import mesh_of
 from tests.tiers import quick

@@ -13,8 +13,8 @@ from jax import lax
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
+from gshard.sharding.group import Group
 from gshard.sharding.layout import Layout
-from gshard.sharding.mesh import Group
 
 BUCKET_SIZE = 2**23  # elements of a bucket, by default
 MAX_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gshard.sharding.group import Group, Hop
 from gshard.sharding.layout import Layout
-from gshard.sharding.mesh import Group, Hop
 from gshard.train.comm.buckets import (
     LARGE_LAYER,
     assign_buckets,

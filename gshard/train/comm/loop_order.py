@@ -34,7 +34,7 @@ from gshard._util.jaxpr import (
     with_inner,
 )
 from gshard._util.jaxpr_dataflow import flow, sources
-from gshard.sharding.mesh import Group
+from gshard.sharding.group import Group
 
 _LOOPS = ("scan", "while", "cond")  # what XLA runs as a program within the program
 

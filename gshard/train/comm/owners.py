@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gshard.sharding.mesh import Group
+from gshard.sharding.group import Group
 from gshard.train.comm.collectives import group_index
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.sharding.mesh import Group
+from gshard.sharding.group import Group
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import extreme, group_index, on_model_axes, reduce_leaves
 

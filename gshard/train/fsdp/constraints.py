@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from gshard._util.custom_calls import CUSTOM, inputs_like, rebuilt
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import user_line, with_inner
-from gshard.sharding.mesh import entry_axes
+from gshard.sharding.group import entry_axes
 from gshard.sharding.topology import SEQUENCE
 
 

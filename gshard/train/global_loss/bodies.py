@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard._util.jaxpr import body_of, evaluate, opened, scan_sizes
-from gshard.sharding.mesh import entry_axes
+from gshard.sharding.group import entry_axes
 from gshard.train.comm.examples import extreme_of_examples
 from gshard.train.global_loss.decide import placements_of
 from gshard.train.global_loss.own_collectives import check_body_as_traced

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard._util.errors import GShardError
-from gshard.sharding.mesh import Group
+from gshard.sharding.group import Group
 from gshard.train.global_loss.evaluator import GlobalEvaluator
 from gshard.train.global_loss.placement import REPLICATED, Placement, sharded
 from gshard.train.global_loss.sequences import Sequences

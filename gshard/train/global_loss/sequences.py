@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from gshard.sequence.order import Order
 from gshard.sequence.view import full_sequences
-from gshard.sharding.mesh import Group
+from gshard.sharding.group import Group
 from gshard.sharding.topology import SEQUENCE
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.examples import in_zigzag_order

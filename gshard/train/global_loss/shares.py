@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard._util.jaxpr import abstract, abstract_like
-from gshard.sharding.mesh import Group
+from gshard.sharding.group import Group
 from gshard.train.comm.examples import gather_examples
 from gshard.train.fsdp.trace_loss import trace_loss
 from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gshard import make_mesh
+from gshard.sharding.group import data_group
 from gshard.sharding.layout import Layout
-from gshard.sharding.mesh import data_group
 from gshard.train.comm import buckets, collectives
 
 MESHES = [{"a": 8}, {"a": 2, "b": 4}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}]

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import gshard
-from gshard.sharding.mesh import data_group
+from gshard.sharding.group import data_group
 from gshard.train.comm.loop_order import in_loop_order
 from tests.processes import run_together
 

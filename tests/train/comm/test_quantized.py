@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gshard import make_mesh
+from gshard.sharding.group import data_group
 from gshard.sharding.layout import Layout
-from gshard.sharding.mesh import data_group
 from gshard.sharding.quantized import LARGEST, Quantized
 from gshard.train.comm import collectives, quantized
 from tests.tiers import quick
