@@ -1,4 +1,4 @@
-"""Device meshes and the roles of their axes.
+"""Makes device meshes.
 
 gshard makes the mesh itself because `jax.make_mesh` defaults to Explicit axes, under which plain
 Flax layers fail.

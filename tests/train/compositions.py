@@ -165,13 +165,14 @@ PRECISIONS = {
     "muon, state": {"state_dtype": "int8"},
     "all": {**WIRE, "state_dtype": "int8"},
 }
-# The error of an array's change, and of the moments, relative to their norms.
+# The error of an array's change, and of the moments, relative to their norms. The last bits of a
+# moment decide to which of two codes it is rounded, and codes are at least 1.6 % apart.
 TOLERANCES = {
     ("wire", "float32"): (0.03, 0.03),
-    ("state", "float32"): (1e-4, 1e-3),
+    ("state", "float32"): (1e-4, 0.02),
     ("muon", "float32"): (3e-5, 3e-5),
     ("muon, wire", "float32"): (0.25, 0.03),
-    ("muon, state", "float32"): (1e-4, 1e-3),
+    ("muon, state", "float32"): (1e-4, 0.02),
     ("all", "float32"): (0.25, 0.12),
     ("wire", "bfloat16"): (0.03, 0.03),
     ("state", "bfloat16"): (0.1, 0.03),

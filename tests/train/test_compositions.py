@@ -205,5 +205,6 @@ def test_a_checkpoint_is_restored_under_other_settings(first, then, tmp_path):
     for name, x in params.items():
         np.testing.assert_array_equal(found[name], x, err_msg=name)
     for x, y in zip(found_moments, compositions.as_stored(moments, other_plan), strict=True):
-        assert compositions.relative(x - y, y) <= 1e-3  # few are rounded to a neighbouring code
+        # Some are rounded to the neighboring code, which is at least 1.6 % away.
+        assert compositions.relative(x - y, y) <= 0.02
     compare(then, restored, other_plan, [1])
