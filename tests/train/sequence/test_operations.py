@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,3 +136,38 @@ def test_layers_in_a_loop_keep_no_masks(order):
 
     inputs = 8192 // 8 * 64 * 2  # of a layer, on one device, in bfloat16
     assert peak(3) - peak(1) < 6 * inputs < 8 * 512 * 512  # the mask of one pair of blocks
+
+
+RUNNING: dict[str, Any] = {
+    "sum": lambda total, x: total + x,
+    "product": lambda total, x: total * (1 + x / 10),
+    "largest": jnp.maximum,
+}
+
+
+@pytest.mark.parametrize("how", RUNNING)
+def test_loops_over_slices_with_a_running_result(how):
+    """A sum is computed on each device's slices; anything else of all slices."""
+
+    def loss(params, batch):
+        x = params["embedding"][batch["x"]]
+        slices = jnp.moveaxis(x.reshape(B, 8, -1, D), 1, 0)
+        total, found = jax.lax.scan(
+            lambda total, x: (RUNNING[how](total, x.mean(1)), jnp.tanh(x).mean()),
+            jnp.ones((B, D)),
+            slices,
+        )
+        return jnp.square(total).mean() + found.mean()
+
+    rng = np.random.default_rng(0)
+    params = {"embedding": rng.normal(size=(V, D)).astype(np.float32)}
+    state, plan = sharded(params, sequence=4)
+    gradient = gshard.value_and_grad(loss, plan)
+    assert_gradients(loss, params, jax.jit(gradient)(state.params, batch()))
+    gathered = of_kind_in(gshard.make_train_step(loss, plan), state, "all-gather")
+    assert bool(gathered) == (how != "sum")
+
+
+def of_kind_in(step, state, kind):
+    step.lower(state, batch())
+    return [x for x in step.loss_transfers if x.kind == kind]
