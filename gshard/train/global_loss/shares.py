@@ -112,7 +112,9 @@ class GlobalBatch:
         if weight is None and total.quotient is not None and not averaged:
             total, weight = total.quotient
         elif weight is None and examples is not None:
-            weight, total = _number(examples), _scaled(evaluator, total, examples)
+            # Every device of a sequence axis has these examples, and weights add up over all.
+            weight = _number(examples / self.group.sequence)
+            total = _scaled(evaluator, total, examples)
         share = share_of(evaluator, total)
         if weight is None:
             share = share / self.batches

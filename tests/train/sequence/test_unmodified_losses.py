@@ -96,6 +96,14 @@ def test_dropout_draws_what_one_device_does(order):
     assert_gradients(lambda params, batch: loss(params, batch, rng=key), params, found)
 
 
+@pytest.mark.parametrize("reduced", quick(["mean", "masked mean"], ["mean"]))
+def test_gradients_that_are_reduced_later(reduced):
+    loss, params = loss_of(Model(), reduced), init(Model())
+    state, plan = sharded(params, sequence=4)
+    _, local = gshard.value_and_grad(loss, plan, sync=False)(state.params, batch())
+    assert_gradients(loss, params, gshard.reduce_gradients(local + local, plan))
+
+
 def test_every_device_sees_other_tokens():
     """Else the comparisons above would pass for slices of one device."""
     tokens = batch()["x"]
