@@ -45,6 +45,4 @@ def decide_sequence_call(given: Given, call: Call) -> Decision:
     def run(values: list[Any]) -> list[Any]:
         return [by_examples(partial(call.run, order=order), axes)(*values)]
 
-    return Decision(
-        _operands(call, zigzag), [sharded(call.result, 2 if zigzag else 1)], run=run
-    )
+    return Decision(_operands(call, zigzag), [sharded(call.result, 2 if zigzag else 1)], run=run)

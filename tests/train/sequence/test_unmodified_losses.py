@@ -47,10 +47,11 @@ def test_flaxs_attention_at_every_level(level, mesh):
 
 
 ORDERS = ["contiguous", "zigzag"]
+QUICK = ["convolution", "documents", "blocks of two sequences"]
 
 
 @pytest.mark.parametrize("order", quick(ORDERS, ["zigzag"]))
-@pytest.mark.parametrize("part", quick([*PARTS, "documents"], ["convolution", "documents"]))
+@pytest.mark.parametrize("part", quick([*PARTS, "documents"], QUICK))
 def test_what_mixes_positions(part, order):
     check(Model((part,)), sequence=4, order=order)
 
