@@ -252,7 +252,8 @@ attend_around.defvjp(_forward, _backward)
 
 
 def _with_own(ring: Ring, inputs: Inputs) -> Inputs:
-    return inputs._replace(own=jnp.asarray(index(ring.axis), jnp.int32))
+    own = index(ring.axis) if ring.devices > 1 else 0  # a derivative is traced elsewhere
+    return inputs._replace(own=jnp.asarray(own, jnp.int32))
 
 
 def _source(ring: Ring, inputs: Inputs, shift: Any) -> Any:

@@ -31,13 +31,16 @@ class Call:
     Attributes:
       run: of the arrays that one device has, inside a `shard_map` over the axis, and by keyword
         whether the device has its tokens in zig-zag order (`order=`).
-      dims: the dimension of the sequence of each operand.
+      jaxpr: what it computes on one device. A call of the same name and another jaxpr is what a
+        transformation inside the loss has made of it, such as `jax.vmap` or `jax.grad`.
+      dims: the dimension of the sequence of each operand, None for one without.
       result: that of the result.
       name: that of the operation.
     """
 
     run: Callable[..., Any]
-    dims: Sequence[int]
+    jaxpr: Any
+    dims: Sequence[int | None]
     result: int
     name: str
 
@@ -83,6 +86,7 @@ def of_slices(dims: dict[str, int], result: int) -> Callable[..., Any]:
                 return fun(*args, **options)
             given = signature.bind(*args, **options).arguments
             names = [name for name in dims if given.get(name) is not None]
+            names += [x for x in given if x not in dims and isinstance(given[x], jax.Array)]
 
             def run(*arrays: Any, **more: Any) -> Any:
                 return fun(**{**given, **dict(zip(names, arrays, strict=True)), **more})
@@ -91,9 +95,10 @@ def of_slices(dims: dict[str, int], result: int) -> Callable[..., Any]:
                 return run(*arrays)
 
             call.__name__ = f"{_PREFIX}{fun.__name__}_{next(_numbers)}"
-            own = [dims[name] for name in names]
-            _calls[call.__name__] = Call(run, own, result, fun.__name__)
-            return jax.jit(call)(*(given[name] for name in names))
+            jitted, arrays = jax.jit(call), [given[name] for name in names]
+            jaxpr, own = jitted.trace(*arrays).jaxpr, [*map(dims.get, names)]
+            _calls[call.__name__] = Call(run, jaxpr, own, result, fun.__name__)
+            return jitted(*arrays)
 
         return wrapped
 

@@ -47,7 +47,8 @@ def sequence_dims(batch: Any, group: Group, slices: int = 1) -> list[int | None]
             f"{where} has shape {list(jnp.shape(leaves[longest]))}: its sequences of {length} "
             f"cannot be shared by the {over}. Use sequences of {' or '.join(map(str, fitting))}. "
             "(Targets that are inputs shifted by one: pass both, tokens[:, :-1] and tokens[:, 1:], "
-            "or one array and shift in the loss.)"
+            "or one array and shift in the loss. Dimension 1 is no sequence, such as that of "
+            "one-hot labels: pass it as dimension 2, labels[:, None].)"
         )
     return [1 if n and n % size == 0 else None for n in lengths]
 

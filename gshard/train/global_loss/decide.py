@@ -24,10 +24,11 @@ _CALLS = (JIT, "closed_call", "core_call")
 _KEEP_PARTIAL = ("scan", "cond", "checkpoint", "remat2")  # they decide about their bodies
 
 
-def is_inlined(eqn: Any) -> bool:
+def is_inlined(evaluator: Evaluator, eqn: Any, placements: Sequence[Placement]) -> bool:
     """Whether an equation only calls a body, equation by equation."""
-    special = is_by_examples(eqn) or sequence_call(eqn) is not None
-    return eqn.primitive.name in _CALLS and not special
+    if eqn.primitive.name not in _CALLS or is_by_examples(eqn):
+        return False
+    return sequence_call(evaluator, eqn, placements) is None
 
 
 def decide(
@@ -48,9 +49,9 @@ def _decide(given: Given) -> Decision:
     if is_own_collective(given.eqn, given.evaluator.axes):
         check_own_collective(given)
         return given.all(REPLICATED)
-    call = sequence_call(given.eqn)
-    if call is not None and (found := decide_sequence_call(given, call)) is not None:
-        return found
+    call = sequence_call(given.evaluator, given.eqn, given.placements)
+    if call is not None:
+        return decide_sequence_call(given, call)
     for attempt in _attempts(given):
         found = _by_rule(attempt)
         if found is not None:
@@ -124,7 +125,7 @@ def placements_of(
 
     for eqn in jaxpr.eqns:
         given, facts = [*map(place_of, eqn.invars)], [*map(fact_of, eqn.invars)]
-        if is_inlined(eqn):
+        if is_inlined(evaluator, eqn, given):
             results, found = placements_of(evaluator, body_of(eqn)[0], given, facts)
         else:
             results = decide(evaluator, eqn, given, facts).results

@@ -8,6 +8,7 @@ that of a partial sum is replicated.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,11 @@ import jax.numpy as jnp
 
 from gshard._util.custom_calls import CUSTOM, CustomCall, chosen, inputs_like, no_tangents, replaced
 from gshard._util.jaxpr import bind, evaluate, opened
+from gshard.sequence.view import full_sequences
+from gshard.sharding.topology import SEQUENCE
 from gshard.train.global_loss.decide import placements_of
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement
-from gshard.train.global_loss.registry import Decision, Given, rule
+from gshard.train.global_loss.registry import Decision, Evaluator, Given, rule
 
 
 @rule("custom_jvp_call")
@@ -38,7 +41,7 @@ def custom_jvp(given: Given) -> Decision:
         @function.defjvp
         def derivative(primals: Any, tangents: Any) -> Any:
             avals = inputs_like(call.operands)
-            closed = jax.make_jaxpr(call.jvp)(avals, chosen(avals, call.of_operands))
+            closed = _traced(evaluator, call.jvp, avals, chosen(avals, call.of_operands))
             given_at = [*places, *chosen(places, call.of_operands)]
             found_at = [*outs, *chosen(outs, call.of_results)]
             index, *primals = primals
@@ -70,7 +73,7 @@ def custom_vjp(given: Given) -> Decision:
         trees[:] = [tree]
         return [*out, *residuals]
 
-    fwd = jax.make_jaxpr(forward)(*inputs_like(call.operands))
+    fwd = _traced(evaluator, forward, *inputs_like(call.operands))
     # Nothing differentiates the forward pass again, and it may call the function itself.
     fwd = jax.make_jaxpr(partial(_without_derivatives, fwd.jaxpr, fwd.consts))(
         *inputs_like(call.operands)
@@ -96,9 +99,8 @@ def custom_vjp(given: Given) -> Decision:
 
         def transposed(saved: Any, cotangents: Any) -> Any:
             index, saved = saved
-            back = jax.make_jaxpr(backward)(
-                inputs_like(residuals), inputs_like(chosen(call.results, call.of_results))
-            )
+            avals = inputs_like(residuals), inputs_like(chosen(call.results, call.of_results))
+            back = _traced(evaluator, backward, *avals)
             given_at = [*kept, *map(_of_cotangent, chosen(outs, call.of_results))]
             arrays = [*saved, *chosen(cotangents, call.of_results)]
             wanted = [*map(_of_cotangent, chosen(places, call.of_operands))]
@@ -113,6 +115,12 @@ def custom_vjp(given: Given) -> Decision:
         return function(given.partition.index, *values)
 
     return Decision(places, outs, run=run)
+
+
+def _traced(evaluator: Evaluator, derivative: Any, *args: Any) -> Any:
+    """Traces a derivative as the loss itself: for full sequences, where those are sharded."""
+    with nullcontext() if evaluator.of_examples else full_sequences(SEQUENCE):
+        return jax.make_jaxpr(derivative)(*args)
 
 
 def _without_derivatives(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:

@@ -152,7 +152,7 @@ class GlobalEvaluator:
     def _evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Value]:
         values = [self._value(v, x) for v, x in zip(eqn.invars, operands, strict=True)]
         name = eqn.primitive.name
-        if is_inlined(eqn):
+        if is_inlined(self, eqn, [x.placement for x in values]):
             body, consts = body_of(eqn)
             with self._called_by(eqn):
                 return self.evaluate(body, consts, values)

@@ -26,7 +26,10 @@ def slice_(given: Given) -> Decision | None:
     block = given.shapes[0][dim] // place.outer
     stride = params["strides"][dim] if params["strides"] else 1
     blocks, rest = divmod(limit[dim] - start[dim], block)
-    if stride != 1 or rest or start[dim] % block or not blocks:
+    first, inside = divmod(start[dim], block)
+    if stride != 1 or rest or inside or not blocks:
+        return None
+    if given.partition.zigzag and first % 2:  # the order of the devices would be reversed
         return None
     parts = given.partition.parts
     local = {

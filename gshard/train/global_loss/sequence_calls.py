@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from gshard._util.jaxpr import JIT
 from gshard.sequence.view import Call, call_of
 from gshard.train.global_loss.by_examples import by_examples
-from gshard.train.global_loss.placement import sharded
-from gshard.train.global_loss.registry import Decision, Given
+from gshard.train.global_loss.placement import REPLICATED, Placement, sharded
+from gshard.train.global_loss.registry import Decision, Evaluator, Given
 
 
-def sequence_call(eqn: Any) -> Call | None:
-    """Returns the operation of `gshard.sequence` that an equation is a call of."""
-    return call_of(eqn.params["name"]) if eqn.primitive.name == JIT else None
+def sequence_call(evaluator: Evaluator, eqn: Any, placements: Sequence[Placement]) -> Call | None:
+    """Returns the operation of `gshard.sequence` that devices run on their slices, if any.
 
-
-def decide_sequence_call(given: Given, call: Call) -> Decision | None:
-    """Runs on the slices of each device, if any operand is sharded by slices."""
-    evaluator = given.evaluator
-    if evaluator.of_examples or not any(p.is_sharded for p in given.placements):
+    Otherwise the equation is evaluated by what it computes on one device: where no operand is
+    sharded, and what `jax.vmap` or a derivative has made of a call.
+    """
+    if eqn.primitive.name != JIT or evaluator.of_examples:
         return None
-    examples = given.shapes[0][0]
-    axes = tuple(0 if shape[0] == examples else None for shape in given.shapes)
+    call = call_of(eqn.params["name"])
+    if call is None or not any(p.is_sharded for p in placements):
+        return None
+    if eqn.params["jaxpr"] is not call.jaxpr:
+        return None
+    shapes, partition = [v.aval.shape for v in eqn.invars], evaluator.partition
+    fits = map(partition.fits, shapes, _operands(call, partition.zigzag))
+    return call if all(fits) else None
 
-    zigzag = given.partition.zigzag
-    outer, order = (2, "zigzag") if zigzag else (1, "contiguous")
+
+def _operands(call: Call, zigzag: bool) -> list[Placement]:
+    outer = 2 if zigzag else 1
+    return [REPLICATED if dim is None else sharded(dim, outer) for dim in call.dims]
+
+
+def decide_sequence_call(given: Given, call: Call) -> Decision:
+    """Runs on the slices of each device."""
+    examples, zigzag = given.shapes[0][0], given.partition.zigzag
+    axes = tuple(0 if shape[:1] == (examples,) else None for shape in given.shapes)
+    order = "zigzag" if zigzag else "contiguous"
 
     def run(values: list[Any]) -> list[Any]:
         return [by_examples(partial(call.run, order=order), axes)(*values)]
 
-    operands = [sharded(dim, outer) for dim in call.dims]
-    return Decision(operands, [sharded(call.result, outer)], run=run)
+    return Decision(_operands(call, zigzag), [sharded(call.result, 2 if zigzag else 1)], run=run)

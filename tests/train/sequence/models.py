@@ -68,6 +68,7 @@ PARTS: dict[str, Any] = {
     "convolution": lambda x: nn.Conv(D, (3,), padding="CAUSAL")(x),
     "cumulative sum": lambda x: jnp.cumsum(x, 1) / T,
     "pooling": lambda x: x.mean(1, keepdims=True) + x.max(1, keepdims=True),
+    "blocks of two sequences": lambda x: jnp.concatenate([x, 2 * x], 1)[:, T // 2 : -T // 2],
     "reversed": lambda x: x[:, ::-1],
     "recurrent": lambda x: nn.RNN(nn.GRUCell(D))(x),
     "batch norm": lambda x: nn.BatchNorm(use_running_average=False)(x),

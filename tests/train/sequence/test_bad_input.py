@@ -28,6 +28,7 @@ def fails(match, loss=mean, examples=None, **options):
 def test_sequences_that_cannot_be_shared():
     x = np.ones((24, 49), np.float32)
     fails(r"batch\['x'\] has shape \[24, 49\].*Use sequences of 48 or 52", examples={"x": x})
+    fails(r"one-hot labels: pass it as dimension 2, labels\[:, None\]", examples={"x": x})
     fails("no array of the batch has a dimension 1", examples={"x": np.ones(24, np.float32)})
     fails("has 3 examples.*multiple of the 2 devices", examples={"x": x[:3, :48]})
     state, plan = sharded(PARAMS, sequence=4, order="zigzag")

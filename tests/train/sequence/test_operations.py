@@ -171,3 +171,81 @@ def test_loops_over_slices_with_a_running_result(how):
 def of_kind_in(step, state, kind):
     step.lower(state, batch())
     return [x for x in step.loss_transfers if x.kind == kind]
+
+
+def next_rows(x):
+    """The next token of each, for the examples that `jax.vmap` gives one by one."""
+    return jax.vmap(lambda row: gshard.sequence.shift_left(row[None], fill=1.0)[0])(x)
+
+
+def next_of_two(x):
+    """A mapped dimension before that of the examples."""
+    both = jax.vmap(lambda x: gshard.sequence.shift_left(x, fill=1.0))(jnp.stack([x, jnp.sin(x)]))
+    return both[0] + both[1]
+
+
+def attended_rows(x):
+    def of_row(row):
+        heads = row.reshape(1, T, 4, -1)
+        return gshard.sequence.attention(heads, heads, heads, causal=True).reshape(row.shape)
+
+    return jax.vmap(of_row)(x)
+
+
+def energy_gradient(x):
+    """A derivative in the loss, of which that of the step is the second."""
+
+    def energy(x):
+        heads = x.reshape(B, T, 4, -1)
+        out = gshard.sequence.attention(heads, heads, heads, causal=True).reshape(x.shape)
+        return jnp.sum(out * gshard.sequence.shift_left(x, fill=1.0))
+
+    return jax.grad(energy)(x)
+
+
+@jax.custom_vjp
+def doubled_shift(x):
+    return gshard.sequence.shift_left(x)
+
+
+def _forward(x):
+    return jax.vjp(gshard.sequence.shift_left, x)
+
+
+def _backward(back, cotangent):
+    return (2 * back(cotangent)[0],)
+
+
+doubled_shift.defvjp(_forward, _backward)
+
+
+def attended_start(x):
+    """Queries and keys of no device alone: the first tokens are gathered."""
+    start = x[:, :10].reshape(B, 10, 4, -1)
+    return x + gshard.sequence.attention(start, start, start).mean((1, 2, 3))[:, None, None]
+
+
+USES = {
+    "mapped examples": next_rows,
+    "mapped in front": next_of_two,
+    "attention of mapped examples": attended_rows,
+    "derivative": energy_gradient,
+    "derivative of the user's own": doubled_shift,
+    "replicated operands": attended_start,
+    "traced fill": lambda x: gshard.sequence.shift_left(x, fill=x.mean()),
+}
+
+
+@pytest.mark.parametrize("order", quick(["contiguous", "zigzag"], ["zigzag"]))
+@pytest.mark.parametrize("use", USES)
+def test_operations_that_jax_transforms(use, order):
+    def loss(params, batch):
+        x = jnp.tanh(params["embedding"])[batch["x"]]
+        return jnp.mean(jnp.square(USES[use](x) @ params["out"] - x))
+
+    rng = np.random.default_rng(0)
+    params = {"embedding": rng.normal(size=(V, D)), "out": rng.normal(size=(D, D)) / 5}
+    params = jax.tree.map(lambda x: x.astype(np.float32), params)
+    state, plan = sharded(params, sequence=4, order=order)
+    found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, batch())
+    assert_gradients(loss, params, found)

@@ -47,10 +47,11 @@ def test_flaxs_attention_at_every_level(level, mesh):
 
 
 ORDERS = ["contiguous", "zigzag"]
+QUICK = ["convolution", "documents", "blocks of two sequences"]
 
 
 @pytest.mark.parametrize("order", quick(ORDERS, ["zigzag"]))
-@pytest.mark.parametrize("part", quick([*PARTS, "documents"], ["convolution", "documents"]))
+@pytest.mark.parametrize("part", quick([*PARTS, "documents"], QUICK))
 def test_what_mixes_positions(part, order):
     check(Model((part,)), sequence=4, order=order)
 
@@ -94,6 +95,14 @@ def test_dropout_draws_what_one_device_does(order):
     gradient = jax.jit(gshard.value_and_grad(loss, plan))
     found = gradient(state.params, batch(), rng=key)
     assert_gradients(lambda params, batch: loss(params, batch, rng=key), params, found)
+
+
+@pytest.mark.parametrize("reduced", quick(["mean", "masked mean"], ["mean"]))
+def test_gradients_that_are_reduced_later(reduced):
+    loss, params = loss_of(Model(), reduced), init(Model())
+    state, plan = sharded(params, sequence=4)
+    _, local = gshard.value_and_grad(loss, plan, sync=False)(state.params, batch())
+    assert_gradients(loss, params, gshard.reduce_gradients(local + local, plan))
 
 
 def test_every_device_sees_other_tokens():
