@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import sys
 import types
 from typing import Any
 
@@ -49,6 +50,8 @@ def test_it_has_an_example(name):
 @pytest.mark.parametrize("name", OBJECTS)
 def test_its_example_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    # what joins this process to others must not last: other tests join it again
+    monkeypatch.setattr(sys.modules["gshard.distributed.initialize"], "_joined", [])
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     text = inspect.getdoc(OBJECTS[name]) or ""
     example = doctest.DocTestParser().get_doctest(text, namespace(), name, None, None)
