@@ -87,9 +87,10 @@ def of_slices(dims: dict[str, int], result: int) -> Callable[..., Any]:
             given = signature.bind(*args, **options).arguments
             names = [name for name in dims if given.get(name) is not None]
             names += [x for x in given if x not in dims and isinstance(given[x], jax.Array)]
+            static = {name: x for name, x in given.items() if name not in names}  # no tracers
 
             def run(*arrays: Any, **more: Any) -> Any:
-                return fun(**{**given, **dict(zip(names, arrays, strict=True)), **more})
+                return fun(**{**static, **dict(zip(names, arrays, strict=True)), **more})
 
             def call(*arrays: Any) -> Any:
                 return run(*arrays)

@@ -27,11 +27,13 @@ def sequence_dims(batch: Any, group: Group, slices: int = 1) -> list[int | None]
     Raises:
       GShardError: the longest dimension 1 cannot be sharded, so that the axis would be of no use.
     """
+    if group.sequence == 1:
+        return [None] * len(jax.tree.leaves(batch))
     size = group.sequence * slices
     paths, leaves, _ = flatten(batch)
+    if not leaves:
+        return []
     lengths = [jnp.shape(x)[1] if jnp.ndim(x) > 1 else 0 for x in leaves]
-    if group.sequence == 1 or not leaves:
-        return [None] * len(leaves)
     longest = max(range(len(leaves)), key=lengths.__getitem__)
     where, length = f"batch{subscript(paths[longest])}", lengths[longest]
     if not length:

@@ -81,15 +81,15 @@ def make_mesh(
     replica = check_integer("replica", replica, 1)
     sequence = check_integer("sequence", sequence, 1)
     expert = check_integer("expert", expert, 1)
-    own = _axis_sizes("extra", extra, "extra={'model': 2}") if extra else {}
+    model = _axis_sizes("extra", extra, "extra={'model': 2}") if extra else {}
     named = {EXPERT: expert, SEQUENCE: sequence}
     for axis, what in ((EXPERT, "experts"), (SEQUENCE, "sequences")):
-        if axis in own:
+        if axis in model:
             raise GShardError(
                 f"extra= has an axis {axis!r}, over which gshard shards {what} and state; say "
-                f"{axis}={own[axis]} instead, or choose another name for an axis of your own."
+                f"{axis}={model[axis]} instead, or choose another name for an axis of your own."
             )
-    if taken := [axis for axis in own if axis in SHARD_AXES]:
+    if taken := [axis for axis in model if axis in SHARD_AXES]:
         raise GShardError(
             f"extra= has an axis {taken[0]!r}, a name of gshard's shard axes. Choose another one."
         )
@@ -99,7 +99,7 @@ def make_mesh(
             raise GShardError(
                 f"shape={shown(shape)} has an axis {axis!r} already: leave out {axis}={size}."
             )
-    model, own = own, named | own
+    own = named | model
     if shape is None and (found := arrange(given, replica, own)) is not None:
         return _mesh(*found)
     if shape is None:

@@ -1,4 +1,4 @@
-"""Experts that are kept on their devices: the numbers of one device, and no gather of an expert."""
+"""Experts that are kept on their devices match single-device training, and none is gathered."""
 
 from __future__ import annotations
 
