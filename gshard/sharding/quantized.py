@@ -6,7 +6,6 @@ and reduce-scatters of gradients by all-to-all.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,10 +55,6 @@ class Quantized:
         size, packed = shape[self.dim], list(shape)
         packed[self.dim] = self.code_bytes(size) + _SCALE_BYTES * self.blocks(size)[0]
         return tuple(packed)
-
-    def packed_size(self, shape: Sequence[int]) -> int:
-        """Returns the bytes of an array once it is packed."""
-        return math.prod(self.packed_shape(shape))
 
 
 def wire_dtype(value: Any, name: str) -> str | None:

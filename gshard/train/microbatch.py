@@ -186,12 +186,12 @@ class MicroBatchLoss:
             return self.form(leaves[:n], jax.tree.unflatten(structure, leaves[n:]), batch, rng)
 
         def of_examples(*args: Any) -> Any:
-            if self.group.sequence == 1:
-                return of_sequences(*args)
             limit, divides = self.global_batch.limit, self.global_batch.batches > 1
             sequences = Sequences(
                 self.group, given.dims, limit, self.is_global, self.sequence_order
             )
+            if not sequences.is_on:
+                return of_sequences(*args)
             return sequences.share(of_sequences, trained, divides, *args)
 
         def of_experts(*args: Any) -> Any:
