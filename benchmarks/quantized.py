@@ -1,10 +1,11 @@
-"""What sending parameters and gradients in fewer bits does to the loss of the demo's GPT.
+"""What fewer bits on the wire and in the optimizer state do to the loss of the demo's GPT.
 
     python -m benchmarks.quantized --seeds 0 1 2 3 4 --steps 500 --json FILE
 
 Every run trains the GPT of `make demo` at p_g_os on virtual CPU devices, in float32 but for what
-is sent, and evaluates it on text that it was not trained on. The seed is that of parameters and
-batches. "int4 to nearest" is what ZeRO++'s kernels in DeepSpeed do.
+its row names, and evaluates it on text that it was not trained on. The seed is that of parameters
+and batches. "int4 to nearest" is what ZeRO++'s kernels in DeepSpeed do. Runs that FILE has are
+not repeated.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import json
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 from rich.console import Console
 from rich.table import Table
 
@@ -29,13 +31,40 @@ from examples.text import batch, standard_library
 from examples.training import make_state
 
 HELD_OUT, EVALUATIONS = 100_000, 32
-WIRES: dict[str, tuple[str | None, str | None]] = {
-    "float32": (None, None),
-    "int8, int8": ("int8", "int8"),
-    "int8, int4": ("int8", "int4"),
-    "int8, int4 to nearest": ("int8", "int4"),
-    "float8_e4m3fn, float8_e5m2": ("float8_e4m3fn", "float8_e5m2"),
+MUON_RATE = 2e-3
+
+
+class Row(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+      gather_dtype: of parameters on the wire.
+      scatter_dtype: of gradients on the wire.
+      state_dtype: of the optimizer's moments.
+      nearest: whether gradients are rounded to the nearest code.
+      muon: whether Muon trains it, instead of AdamW.
+    """
+
+    gather_dtype: str | None = None
+    scatter_dtype: str | None = None
+    state_dtype: str | None = None
+    nearest: bool = False
+    muon: bool = False
+
+
+ROWS = {
+    "float32": Row(),
+    "wire int8, int8": Row("int8", "int8"),
+    "wire int8, int4": Row("int8", "int4"),
+    "wire int8, int4 to nearest": Row("int8", "int4", nearest=True),
+    "wire float8_e4m3fn, float8_e5m2": Row("float8_e4m3fn", "float8_e5m2"),
+    "state int8": Row(state_dtype="int8"),
+    "wire and state int8": Row("int8", "int8", "int8"),
+    "Muon, float32": Row(muon=True),
+    "Muon, state int8": Row(state_dtype="int8", muon=True),
+    "Muon, wire and state int8": Row("int8", "int8", "int8", muon=True),
 }
+EXACT = {False: "float32", True: "Muon, float32"}  # what a row is compared with
 
 
 def to_nearest(plan: gshard.Plan) -> gshard.Plan:
@@ -54,8 +83,16 @@ def run(name: str, seed: int, steps: int, text_N: np.ndarray) -> dict[str, Any]:
     config = dataclasses.replace(Config(), seed=seed, steps=steps, micro_batches=1)
     length, examples = config.arguments.sequence + 1, config.batch_size
     model, state = make_state(config)
-    gather, scatter = WIRES[name]
-    precision = gshard.Precision("float32", gather_dtype=gather, scatter_dtype=scatter)
+    row = ROWS[name]
+    if row.muon:
+        tx = optax.contrib.muon(MUON_RATE)
+        state = state.replace(tx=tx, opt_state=tx.init(state.params))
+    precision = gshard.Precision(
+        "float32",
+        gather_dtype=row.gather_dtype,
+        scatter_dtype=row.scatter_dtype,
+        state_dtype=row.state_dtype,
+    )
     state, plan = gshard.shard_train_state(
         state,
         gshard.make_mesh(),
@@ -63,7 +100,7 @@ def run(name: str, seed: int, steps: int, text_N: np.ndarray) -> dict[str, Any]:
         min_shard_size=config.arguments.min_shard_size,
         precision=precision,
     )
-    if name.endswith("to nearest"):
+    if row.nearest:
         plan = to_nearest(plan)
 
     def loss_fn(params: Any, batch_BxT1: Any) -> Any:
@@ -81,7 +118,7 @@ def run(name: str, seed: int, steps: int, text_N: np.ndarray) -> dict[str, Any]:
         for i in range(EVALUATIONS)
     ]
     return {
-        "wire": name,
+        "row": name,
         "seed": seed,
         "steps": steps,
         "devices": plan.group.devices,
@@ -92,16 +129,17 @@ def run(name: str, seed: int, steps: int, text_N: np.ndarray) -> dict[str, Any]:
 
 
 def table(runs: list[dict[str, Any]]) -> Table:
-    """A row for every dtype, and the change of its validation loss by seed."""
+    """A row for each of `ROWS` that was run, and the change of its validation loss by seed."""
     shown = Table(title="demo GPT, p_g_os", title_justify="left")
-    for column in ("gathers, scatters", "seeds", "last 20", "validation", "to float32", "by seed"):
+    for column in ("row", "seeds", "last 20", "validation", "to float32", "by seed"):
         shown.add_column(column)
-    exact = {x["seed"]: x["validation"] for x in runs if x["wire"] == "float32"}
-    for name in WIRES:
-        found = [x for x in runs if x["wire"] == name and x["seed"] in exact]
+    validation = {(x["row"], x["seed"]): x["validation"] for x in runs}
+    for name, row in ROWS.items():
+        found = [x for x in runs if x["row"] == name and (EXACT[row.muon], x["seed"]) in validation]
         if not found:
             continue
-        changes = [100 * (x["validation"] / exact[x["seed"]] - 1) for x in found]
+        exact = [validation[EXACT[row.muon], x["seed"]] for x in found]
+        changes = [100 * (x["validation"] / y - 1) for x, y in zip(found, exact, strict=True)]
         means = [statistics.mean(x[key] for x in found) for key in ("last", "validation")]
         by_seed = " ".join(f"{x:+.2f}" for x in changes)
         change = f"{statistics.mean(changes):+.2f} %"
@@ -110,18 +148,24 @@ def table(runs: list[dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    """Runs every seed with all dtypes; keeps each result as soon as it is known."""
+    """Runs every seed of every row; keeps each result as soon as it is known."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized")
     parser.description = __doc__.splitlines()[0]
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS, metavar="ROW")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     gshard.virtual_devices(args.devices)
     text_N, runs = standard_library(), []
+    if args.json is not None and args.json.exists():
+        runs = json.loads(args.json.read_text())
     for seed in args.seeds:
-        for name in WIRES:
+        for name in args.rows:
+            wanted = {"row": name, "seed": seed, "steps": args.steps, "devices": args.devices}
+            if any(wanted.items() <= x.items() for x in runs):
+                continue
             runs.append(run(name, seed, args.steps, text_N))
             if args.json is not None:
                 args.json.write_text(json.dumps(runs, indent=1) + "\n")
