@@ -32,14 +32,8 @@ from benchmarks.machine import target_of
 from benchmarks.timing import WARM_UP, in_turn
 from gshard._util.text import seconds_of, text_of, text_table
 from gshard.analysis.calibration import Calibration
-from gshard.analysis.setup import (
-    Choices,
-    Config,
-    batch_of,
-    initialized_setup,
-    load_setup,
-    step_of,
-)
+from gshard.analysis.config import Config
+from gshard.analysis.setup import Choices, batch_of, initialized_setup, load_setup, step_of
 from gshard.analysis.tune import Verdict, advise
 from gshard.sharding.level import LEVELS
 

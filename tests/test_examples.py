@@ -21,8 +21,9 @@ from benchmarks.groups import free_address
 from examples import config, gpt, text, training
 from examples.measure import KINDS, Run, bytes_on_first_device, carried_by_micro_batch_loop
 from examples.report import Meter, write_picture
+from gshard.analysis.config import read_config
 from gshard.analysis.forecast import abstract_mesh
-from gshard.analysis.setup import load_setup, read_config
+from gshard.analysis.setup import load_setup
 from tests.processes import assert_all_well, run_together, variables
 
 ROOT = Path(__file__).parents[1]

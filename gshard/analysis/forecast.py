@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import MOST, check_integer, shown
+from gshard.analysis.config import Config
 from gshard.analysis.forecast_report import Forecast, LevelForecast
 from gshard.analysis.memory.footprint import (
     PLATFORMS,
@@ -21,7 +22,6 @@ from gshard.analysis.memory.footprint import (
 )
 from gshard.analysis.setup import (
     Choices,
-    Config,
     TrainSetup,
     as_setup,
     batch_bytes,

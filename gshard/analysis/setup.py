@@ -1,7 +1,4 @@
-"""What is to be trained, without arrays, and for which machine: `TrainSetup`, `Choices`, `Config`.
-
-A config is a TOML file, or `module:function`, and options of a command.
-"""
+"""What is to be trained, without arrays, and with which options: `TrainSetup`, `Choices`."""
 
 from __future__ import annotations
 
@@ -10,11 +7,9 @@ import importlib
 import inspect
 import math
 import os
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,8 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import MOST, check_integer, flag, shown
 from gshard.analysis.allowed_imports import ModelOfFile, find_modules_here
-from gshard.analysis.aot.target import Target, parse_target
-from gshard.sharding.level import LEVELS, check_accumulate, parse_level, parse_levels
+from gshard.sharding.level import check_accumulate, parse_level
 from gshard.sharding.plan import Plan
 from gshard.train.shard_train_state import shard_train_state
 from gshard.train.train_step import TrainStep, make_train_step
@@ -259,146 +253,3 @@ class Choices:
             devices = " of devices of a sub-group (or True or False)"
             check_integer("reshard_after_forward", self.reshard_after_forward, 1, devices)
         flag("offload", self.offload)
-
-
-@dataclass(frozen=True)
-class Config:
-    """A model (`module:function`), a machine and the options of a run, from a file or options.
-
-    `devices` is None if neither has it. `vary` lists values that `gshard advise` may choose from,
-    by argument of the model's function.
-    """
-
-    model: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    levels: tuple[str, ...] = tuple(LEVELS)
-    devices: int | None = None
-    target: Target | None = None
-    replica: int = 1
-    choices: Choices = Choices()
-    vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    sequence: int = 1
-
-    def device_count(self) -> int:
-        """The number of devices, which CONFIG or an option must give."""
-        if self.devices is None:
-            raise GShardError(
-                "how many devices? Give --devices N, or --target, or either in CONFIG."
-            )
-        return self.devices
-
-
-# The configs that ship with gshard, by name.
-SHIPPED = {
-    path.stem: path
-    for path in sorted((Path(__file__).parents[1] / "models" / "configs").glob("*.toml"))
-}
-
-
-def read_config(
-    source: str, options: Mapping[str, Any] | None = None, allow_import: Sequence[str] = ()
-) -> Config:
-    """Reads a config from a TOML file, a name in `SHIPPED`, or from `module:function`.
-
-    `options` are values by key, with `arguments.NAME` for the model's; they override the file's.
-    The model that a file names has to ship with gshard, to be in the current folder, or to be in a
-    module or package of `allow_import`.
-    """
-    values = _from_file(source)
-    for key, value in (options or {}).items():
-        section, dot, name = key.partition(".")
-        if dot and section == "arguments":
-            values["arguments"] = {**values.get("arguments", {}), name: value}
-        else:
-            values[key] = value
-    if options and "devices" in options and "target" not in options:
-        values.pop("target", None)  # the file's machine has another number of devices
-    if options and "target" in options and "devices" not in options:
-        values.pop("devices", None)
-    config = _config_of(values, source)
-    if config.model == source:
-        return config
-    return dataclasses.replace(config, model=ModelOfFile(config.model, allow_import))
-
-
-def _from_file(source: str) -> dict[str, Any]:
-    path = SHIPPED.get(source) or Path(source)
-    if not path.exists() and ":" in source and path.suffix != ".toml":
-        return {"model": source}
-    try:
-        return tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        near = path.parent.glob("*.toml") if path.parent.is_dir() else ()
-        raise GShardError(
-            f"there is no file {source!r}.{did_you_mean(source, [*near, *SHIPPED])} Give a TOML "
-            "file, the name of a config that ships with gshard (`gshard configs` lists them), or "
-            "the model itself as module:function."
-        ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise GShardError(f"{source} is not TOML: {error}.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise GShardError(f"{source} cannot be read: {error}.") from None
-
-
-def _config_of(values: dict[str, Any], where: str) -> Config:
-    chosen = [x.name for x in dataclasses.fields(Choices)]
-    keys = [
-        "model",
-        "arguments",
-        "training",
-        "vary",
-        "levels",
-        "devices",
-        "target",
-        "replica",
-        "sequence",
-        *chosen,
-    ]
-    for key in values:
-        if key not in keys:
-            raise GShardError(
-                f"{where}: there is no key {key!r}.{did_you_mean(key, keys)} Keys are "
-                f"{', '.join(keys)}; arguments of the model's function go into [arguments], and "
-                "what only your own script reads into [training]."
-            )
-    if not isinstance(values.get("model"), str):
-        raise GShardError(
-            f"{where} names no model. Add model = 'module:function', a function that returns a "
-            "gshard.TrainSetup."
-        )
-    arguments, vary = values.get("arguments", {}), values.get("vary", {})
-    for key, type_, what in (
-        ("arguments", dict, "a table"),
-        ("vary", dict, "a table"),
-        ("training", dict, "a table"),
-        ("target", str, "a text"),
-        ("accumulate", str, "a text"),
-        ("offload", bool, "true or false"),
-    ):
-        if key in values and type(values[key]) is not type_:
-            raise GShardError(f"{where}: {key}={shown(values[key])} must be {what}.")
-    for name, tried in vary.items():
-        if not isinstance(tried, list) or not tried:
-            raise GShardError(f"{where}: vary.{name}={shown(tried)} must be a list of values.")
-    devices, target = values.get("devices"), None
-    if devices is not None:
-        devices = check_integer("devices", devices, 1, most=MOST)
-    if "target" in values:
-        target = parse_target(values["target"])
-        if devices not in (None, target.devices):
-            raise GShardError(
-                f"{where}: devices={devices}, and target {target.text} has {target.devices}. Give "
-                "one of both."
-            )
-        devices = target.devices
-    return Config(
-        values["model"],
-        arguments,
-        parse_levels(values.get("levels", tuple(LEVELS))),
-        devices,
-        target,
-        check_integer("replica", values.get("replica", 1), 1, most=MOST),
-        Choices(**{key: values[key] for key in chosen if key in values}),
-        vary,
-        check_integer("sequence", values.get("sequence", 1), 1, most=MOST),
-    )

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh
 from gshard._util.errors import GShardError
 from gshard.analysis.aot.target import Target
 from gshard.analysis.calibration import Calibration
+from gshard.analysis.config import Config
 from gshard.analysis.cost_model import Cost, cost, seconds_to_send
 from gshard.analysis.fewer_bits import FewerBits, fewer_bits
 from gshard.analysis.forecast import abstract_mesh, footprint_of, level_forecast
@@ -20,7 +21,6 @@ from gshard.analysis.forecast_report import LevelForecast
 from gshard.analysis.memory.footprint import MARGIN, Footprint
 from gshard.analysis.setup import (
     Choices,
-    Config,
     TrainSetup,
     batch_bytes,
     load_setup,

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from gshard._util.text import bytes_of, seconds_of, text_of, text_table
 from gshard.analysis.calibration import Calibration
+from gshard.analysis.config import Config
 from gshard.analysis.fewer_bits import FewerBits, fewer_bits_table
 from gshard.analysis.memory.footprint import MARGIN
-from gshard.analysis.setup import Config
 from gshard.analysis.tune import TIE, Verdict, best_of_each
 
 

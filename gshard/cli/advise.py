@@ -9,8 +9,8 @@ import jax
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
 from gshard.analysis.calibration import read_calibration
+from gshard.analysis.config import Config
 from gshard.analysis.html.page import page
-from gshard.analysis.setup import Config
 from gshard.analysis.tune import advise, best_of_each, bits_to_save
 from gshard.analysis.tune_report import advice_rows, advice_text, base_of
 from gshard.cli import common

@@ -6,7 +6,8 @@ import sys
 from argparse import Namespace
 
 from gshard.analysis.audit import audit
-from gshard.analysis.setup import Config, batch_of, sharded_setup, step_of
+from gshard.analysis.config import Config
+from gshard.analysis.setup import batch_of, sharded_setup, step_of
 from gshard.cli import common
 
 _EXAMPLES = """examples:

@@ -25,9 +25,10 @@ from rich.progress import Progress, ProgressColumn
 from gshard._util.durable import NewFile, file_path
 from gshard._util.errors import GShardError, GShardWarning, did_you_mean
 from gshard._util.validation import with_known_spelling
+from gshard.analysis.config import Config, read_config
 from gshard.analysis.forecast import forecast_config
 from gshard.analysis.forecast_report import Forecast
-from gshard.analysis.setup import Config, TrainSetup, load_setup, read_config
+from gshard.analysis.setup import TrainSetup, load_setup
 from gshard.sharding.mesh import make_mesh, virtual_devices
 
 # Exit codes of all commands but `gshard launch`, whose are its script's.

@@ -6,7 +6,7 @@ import argparse
 import tomllib
 
 from gshard._util.errors import GShardError, did_you_mean
-from gshard.analysis.setup import SHIPPED
+from gshard.analysis.config import SHIPPED
 from gshard.cli.common import Answer, command_parser, parsed, respond
 
 _EXAMPLES = """examples:

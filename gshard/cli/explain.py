@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 from gshard._util.cgroup import contents, memory_limit
 from gshard._util.text import bytes_of
 from gshard._util.validation import check_integer
+from gshard.analysis.config import Config
 from gshard.analysis.explain import explain
-from gshard.analysis.setup import Config, initialized_setup, sharded_setup
+from gshard.analysis.setup import initialized_setup, sharded_setup
 from gshard.cli.common import Answer, config_parser, levels_here, named_config, respond
 from gshard.sharding.plan import Plan
 

@@ -16,10 +16,11 @@ from gshard._util.errors import GShardError, some
 from gshard._util.text import text_of, text_table
 from gshard.analysis.aot.compiled import check_json, compile_for, compiled_report
 from gshard.analysis.aot.target import Target
+from gshard.analysis.config import Config
 from gshard.analysis.forecast import forecast
 from gshard.analysis.forecast_report import Forecast
 from gshard.analysis.html.page import page
-from gshard.analysis.setup import Config, TrainSetup
+from gshard.analysis.setup import TrainSetup
 from gshard.cli import common
 
 _EXAMPLES = """examples:

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 import gshard
-from gshard.analysis.setup import load_setup, read_config
+from gshard.analysis.config import read_config
+from gshard.analysis.setup import load_setup
 from gshard.cli.common import config_parser, given_config
 
 

@@ -16,7 +16,8 @@ import pytest
 
 import gshard
 from gshard._util.text import bytes_of, count_of
-from gshard.analysis.setup import load_setup, read_config
+from gshard.analysis.config import read_config
+from gshard.analysis.setup import load_setup
 from gshard.cli.main import main
 from gshard.cli.plan import DEGREES, SIZES, exit_code, rounded, table_1
 from gshard.train.shard_train_state import shard_train_state

@@ -15,7 +15,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import gshard
-from gshard.analysis.setup import load_setup, read_config
+from gshard.analysis.config import read_config
+from gshard.analysis.setup import load_setup
 from gshard.cli.main import main
 from gshard.models import gpt2, llama, moe
 from gshard.models.by_slices import attend

@@ -14,13 +14,14 @@ from gshard._util.chips import memory_of
 from gshard.analysis import cost_model
 from gshard.analysis.aot.target import parse_target
 from gshard.analysis.calibration import SCHEMA, Calibration, read_calibration
+from gshard.analysis.config import Config, read_config
 from gshard.analysis.cost_model import (
     COMPUTE_SHARE,
     Cost,
     cost,
     seconds_to_send,
 )
-from gshard.analysis.setup import Choices, Config, read_config
+from gshard.analysis.setup import Choices
 from gshard.analysis.tune import (
     Option,
     Verdict,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import gshard
-from gshard.analysis.setup import SHIPPED
+from gshard.analysis.config import SHIPPED
 from gshard.cli.common import config_parser, named_config
 from gshard.cli.main import COMMANDS, main
 from gshard.distributed.launch.cli import request

@@ -11,8 +11,8 @@ import pytest
 
 import gshard
 from gshard.analysis.aot.target import parse_target
+from gshard.analysis.config import Config
 from gshard.analysis.forecast import abstract_mesh
-from gshard.analysis.setup import Config
 from gshard.analysis.tune import advise
 
 LAYERS, WIDTH, HIDDEN, WORDS = 32, 4096, 14336, 128256
