@@ -16,7 +16,7 @@ from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import MOST, check_integer, shown
 from gshard.analysis.allowed_imports import ModelOfFile
 from gshard.analysis.aot.target import Target, parse_target
-from gshard.analysis.setup import Choices
+from gshard.analysis.setup import Choices, check_kept_axis
 from gshard.sharding.level import LEVELS, parse_levels
 
 
@@ -37,6 +37,10 @@ class Config:
     choices: Choices = Choices()
     vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     sequence: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        check_kept_axis(self.expert, self.choices)
 
     def device_count(self) -> int:
         """The number of devices, which CONFIG or an option must give."""
@@ -111,6 +115,7 @@ def _config_of(values: dict[str, Any], where: str) -> Config:
         "target",
         "replica",
         "sequence",
+        "expert",
         *chosen,
     ]
     for key in values:
@@ -130,6 +135,7 @@ def _config_of(values: dict[str, Any], where: str) -> Config:
         ("arguments", dict, "a table"),
         ("vary", dict, "a table"),
         ("training", dict, "a table"),
+        ("keep", dict, "a table of patterns, such as 'experts/' = ['expert', 0]"),
         ("target", str, "a text"),
         ("accumulate", str, "a text"),
         ("offload", bool, "true or false"),
@@ -160,4 +166,5 @@ def _config_of(values: dict[str, Any], where: str) -> Config:
         Choices(**{key: values[key] for key in chosen if key in values}),
         vary,
         check_integer("sequence", values.get("sequence", 1), 1, most=MOST),
+        check_integer("expert", values.get("expert", 1), 1, most=MOST),
     )

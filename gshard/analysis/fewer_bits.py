@@ -19,6 +19,7 @@ from gshard.sharding.budget import Budget, budget
 from gshard.sharding.nodes import nodes_of
 from gshard.sharding.plan import Plan
 from gshard.sharding.precision import Precision, as_precision, is_floating
+from gshard.sharding.topology import SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,11 @@ def fewer_bits(
         nodes, size = nodes_of(mesh, devices_per_node), plan.group.size
         if not any(nodes.mixes(axis) for axis in plan.group.shard):
             add("wire='int8'", mesh, wire="int8")
-        elif plan.group.sequence > 1:
+        elif plan.group.sequence > 1 or plan.group.kept:
+            beside = SEQUENCE if plan.group.sequence > 1 else plan.group.kept
             why = (
-                "An axis of the mesh has several devices of several nodes, beside a sequence axis."
+                "An axis of the mesh has several devices of several nodes, beside the axis "
+                f"{beside!r}."
             )
             found.append(FewerBits("wire='int8'", reason=why))
         elif devices_per_node and size % devices_per_node == 0:

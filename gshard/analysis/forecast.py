@@ -26,6 +26,7 @@ from gshard.analysis.setup import (
     as_setup,
     batch_bytes,
     batch_of,
+    check_kept_axis,
     load_setup,
     sharded_setup,
     step_of,
@@ -35,7 +36,7 @@ from gshard.sharding.budget import Budget, budget, largest_layer
 from gshard.sharding.level import LEVELS, parse_levels
 from gshard.sharding.nodes import nodes_of
 from gshard.sharding.plan import Plan
-from gshard.sharding.topology import REPLICA, SEQUENCE, SHARD
+from gshard.sharding.topology import EXPERT, REPLICA, SEQUENCE, SHARD
 
 
 def forecast(
@@ -46,6 +47,8 @@ def forecast(
     arguments: Mapping[str, Any] | None = None,
     replica: int = 1,
     sequence: int = 1,
+    expert: int = 1,
+    keep: Mapping[str, tuple[str, int]] | None = None,
     micro_batch_size: int = 1,
     micro_batches: int = 1,
     accumulate: str = "level",
@@ -70,6 +73,8 @@ def forecast(
       arguments: keyword arguments of the function that `model` names.
       replica: number of replicas of the sharded state, if `devices` is a number.
       sequence: devices that share the sequence of an example, if `devices` is a number.
+      expert: devices that share the experts of a mixture, if `devices` is a number.
+      keep: which parameters are kept on an axis, as in `shard_train_state`, instead of the setup's.
       micro_batch_size: examples of one micro-batch on one device, or on those that share them.
       micro_batches: number of micro-batches in one step (k).
       accumulate: as in `make_train_step`.
@@ -106,11 +111,19 @@ def forecast(
             f"{did_you_mean(platform, PLATFORMS)}"
         )
     setup = load_setup(model, arguments) if isinstance(model, str) else as_setup(model)
-    choices = Choices(micro_batch_size, micro_batches, accumulate, reshard_after_forward, offload)
+    choices = Choices(
+        micro_batch_size,
+        micro_batches,
+        accumulate,
+        reshard_after_forward,
+        offload,
+        {} if keep is None else keep,
+    )
+    axes = {REPLICA: replica, SEQUENCE: sequence, EXPERT: expert}
     if not isinstance(devices, (Mesh, AbstractMesh)):
-        devices = abstract_mesh(devices, replica, sequence)
-    elif (replica, sequence) != (1, 1):
-        given = "sequence" if replica == 1 else "replica"
+        devices = abstract_mesh(devices, **axes)
+        check_kept_axis(expert, choices)
+    elif given := next((name for name, size in axes.items() if size != 1), None):
         raise GShardError(
             f"{given}= goes with a number of devices; devices= is a mesh, which has its own "
             f"{given} axis. Leave {given}= out."
@@ -139,7 +152,18 @@ def forecast(
     plan = plans[names[0]]
     elements = sum(math.prod(x.shape) for x in jax.tree.leaves(plan.params))
     nodes = nodes_of(devices, devices_per_node).count
-    return Forecast(elements, devices.size, plan.group.replicas, choices, found, plans, nodes=nodes)
+    group = plan.group
+    return Forecast(
+        elements,
+        devices.size,
+        group.replicas,
+        choices,
+        found,
+        plans,
+        nodes=nodes,
+        sequence=group.sequence,
+        experts=group.experts,
+    )
 
 
 def forecast_config(
@@ -154,6 +178,7 @@ def forecast_config(
         arguments=config.arguments,
         replica=config.replica,
         sequence=config.sequence,
+        expert=config.expert,
         activations=activations,
         platform=None if target is None else target.platform,
         devices_per_node=None if target is None else target.devices_per_node,
@@ -165,19 +190,21 @@ def forecast_config(
     return dataclasses.replace(found, target=target.text, usable=target.chip.usable)
 
 
-def abstract_mesh(devices: int, replica: int = 1, sequence: int = 1) -> AbstractMesh:
-    """Returns the mesh of `make_mesh(replica=, sequence=)` without needing its devices."""
+def abstract_mesh(
+    devices: int, replica: int = 1, sequence: int = 1, expert: int = 1
+) -> AbstractMesh:
+    """Returns the mesh of `make_mesh` with these axes, without needing its devices."""
     devices = check_integer("devices", devices, 1, most=MOST)
-    replica = check_integer("replica", replica, 1, most=MOST)
-    sequence = check_integer("sequence", sequence, 1, most=MOST)
-    for name, size in (("replica", replica), ("sequence", sequence)):
+    given = {REPLICA: replica, EXPERT: expert, SEQUENCE: sequence}
+    given = {name: check_integer(name, size, 1, most=MOST) for name, size in given.items()}
+    for name, size in given.items():
         if devices % size:
             raise GShardError(f"{name}={size} does not divide {devices} devices.")
-    if devices % (replica * sequence):
-        raise GShardError(
-            f"replica={replica} times sequence={sequence} does not divide {devices} devices."
-        )
-    sizes = {REPLICA: replica, SHARD: devices // replica // sequence, SEQUENCE: sequence}
+    taken = math.prod(given.values())
+    if devices % taken:
+        what = " times ".join(f"{name}={size}" for name, size in given.items() if size > 1)
+        raise GShardError(f"{what} does not divide {devices} devices.")
+    sizes = {REPLICA: replica, SHARD: devices // taken} | given
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == SHARD}
     types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)

@@ -27,7 +27,9 @@ class LevelForecast:
       host: how much of these is in the host's memory.
       batch: the examples of one step.
       gathered: the largest layer of all-gathered parameters; 0 if parameters are replicated.
-      wire: sent in one step by the traced program; an upper bound if it was not traced.
+      wire: sent in one step by the traced program. If it was not traced, an upper bound of what is
+        sent of parameters and gradients: a loss that sends activations over a sequence or an expert
+        axis sends more.
       network: how much of this goes to other nodes: the mean over the devices of a node.
       wire_by_flavour: upper bounds of what is sent in one step, for every way to accumulate
         gradients (`local`, `scatter`, `sync`), and with gathered parameters kept for the backward
@@ -90,6 +92,8 @@ class Forecast:
       target: name of the machine, if it is known.
       usable: bytes of one device's memory that programs can use, if they are known.
       nodes: number of nodes, whose devices share fast links (NVLink, or those of a TPU slice).
+      sequence: devices that share the sequence of an example.
+      experts: devices of the axis that parameters are kept on; 1 if none are.
 
     Example:
       >>> setup = gshard.TrainSetup((params, tx), shard={"min_shard_size": 0})
@@ -109,6 +113,8 @@ class Forecast:
     target: str | None = None
     usable: int | None = None
     nodes: int = 1
+    sequence: int = 1
+    experts: int = 1
 
     def fits(self, level: str) -> bool | None:
         """Whether a level fits a device's memory; None if that is not known.
@@ -123,7 +129,8 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the plans as dicts, tuples, strings and numbers, ready for JSON."""
-        names = ("parameters", "devices", "replica", "target", "usable", "nodes")
+        names = ("parameters", "devices", "replica", "sequence", "experts")
+        names += ("target", "usable", "nodes")
         return {name: getattr(self, name) for name in names} | {
             "choices": dataclasses.asdict(self.choices),
             "levels": {
@@ -142,14 +149,13 @@ class Forecast:
 
 def _report(found: Forecast) -> list[Table | str]:
     """Returns tables of the memory of one device and of what it sends, level by level."""
-    choices = found.choices
-    replicas = f", {found.replica} replicas" if found.replica > 1 else ""
     title = (
-        f"{count_of(found.parameters)} parameters on {found.devices} devices{replicas}; a step "
-        f"of {choices.micro_batches} x {choices.micro_batch_size} examples on each device"
+        f"{count_of(found.parameters)} parameters on {found.devices} devices{axes_of(found)}; a "
+        f"step of {found.choices.examples(found.sequence)}"
     )
     traced = all(level.peak is not None for level in found.levels.values())
-    columns = {"sent" if traced else "at most": "wire"}
+    bound = "at most" if found.sequence * found.experts == 1 else "at most, without activations"
+    columns = {"sent" if traced else bound: "wire"}
     if found.nodes > 1:
         columns[f"between {found.nodes} nodes"] = "network"
     wire = text_table(
@@ -162,6 +168,12 @@ def _report(found: Forecast) -> list[Table | str]:
         ],
     )
     return [title, _memory_table(found), wire]
+
+
+def axes_of(found: Forecast) -> str:
+    """Readable axes of the mesh but the one that is always there, after a comma."""
+    replicas = f", {found.replica:,} replicas of the sharded state" if found.replica > 1 else ""
+    return replicas + (f", experts kept on an axis of {found.experts}" * (found.experts > 1))
 
 
 def about(peak: float) -> str:

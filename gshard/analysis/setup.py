@@ -21,6 +21,7 @@ from gshard._util.validation import MOST, check_integer, flag, shown
 from gshard.analysis.allowed_imports import ModelOfFile, find_modules_here
 from gshard.sharding.level import check_accumulate, parse_level
 from gshard.sharding.plan import Plan
+from gshard.sharding.topology import EXPERT
 from gshard.train.shard_train_state import shard_train_state
 from gshard.train.train_step import TrainStep, make_train_step
 from gshard.train_state import abstract, abstract_like, as_state, is_init, kind_of
@@ -107,7 +108,7 @@ def initialized_setup(
     setup: TrainSetup, mesh: Mesh | AbstractMesh, level: str, choices: Choices
 ) -> tuple[Any, Plan]:
     """The state of a setup, initialized and sharded over a mesh, and its plan."""
-    arguments = {**setup.shard, **({"offload": True} if choices.offload else {})}
+    arguments = {**setup.shard, **choices.of_state}
     return shard_train_state(setup.state, mesh, parse_level(level), **arguments)
 
 
@@ -230,7 +231,8 @@ def without_arrays(setup: TrainSetup) -> TrainSetup:
 class Choices:
     """Options of a run, as in `make_train_step` and `shard_train_state`.
 
-    `micro_batch_size` is the number of examples of one micro-batch on one device.
+    `micro_batch_size` is the number of examples of one micro-batch on one device. Without `keep`
+    that of the setup counts.
     """
 
     micro_batch_size: int = 1
@@ -238,6 +240,17 @@ class Choices:
     accumulate: str = "level"
     reshard_after_forward: bool | int = True
     offload: bool = False
+    keep: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+
+    @property
+    def of_state(self) -> dict[str, Any]:
+        """The options that `shard_train_state` takes, by name; not those that are off."""
+        return {name: x for name in ("offload", "keep") if (x := getattr(self, name))}
+
+    def examples(self, sharing: int = 1) -> str:
+        """Readable examples of a step, which so many devices share."""
+        whose = "on each device" if sharing == 1 else f"for {sharing} devices that share sequences"
+        return f"{self.micro_batches} x {self.micro_batch_size} examples {whose}"
 
     @property
     def of_step(self) -> dict[str, Any]:
@@ -253,3 +266,19 @@ class Choices:
             devices = " of devices of a sub-group (or True or False)"
             check_integer("reshard_after_forward", self.reshard_after_forward, 1, devices)
         flag("offload", self.offload)
+        if not isinstance(self.keep, Mapping):
+            raise GShardError(
+                f"keep={shown(self.keep)} must map path patterns to a shard axis and a dimension, "
+                "such as {'experts/': ('expert', 0)}; in a config file it is a table [keep] with "
+                "lines such as 'experts/' = ['expert', 0]."
+            )
+
+
+def check_kept_axis(expert: int, choices: Choices) -> None:
+    """Checks that there is an expert axis if parameters are kept on it."""
+    on_it = [text for text, at in choices.keep.items() if EXPERT in list(at)[:1]]
+    if on_it and expert == 1:
+        raise GShardError(
+            f"keep: {on_it[0]!r} names the axis {EXPERT!r}, and there is none with expert=1. Give "
+            "the number of devices that share the experts, such as expert=8, or leave keep out."
+        )

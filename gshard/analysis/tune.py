@@ -264,10 +264,11 @@ class Option:
     choices: Choices
     arguments: Mapping[str, Any] = field(default_factory=dict)
     sequence: int = 1
+    expert: int = 1
 
     def mesh(self, devices: int) -> AbstractMesh:
         """The mesh of this option."""
-        return abstract_mesh(devices, self.replica, self.sequence)
+        return abstract_mesh(devices, self.replica, self.sequence, self.expert)
 
     @property
     def extras_text(self) -> str:
@@ -308,14 +309,15 @@ def options_to_try(config: Config) -> Iterator[Option]:
                 reshard_after_forward=reshard,
             )
             replica = config.replica if level.shards_opt_state else 1
-            yield Option(name, replica, choices, dict(arguments), config.sequence)
+            axes = config.sequence, config.expert
+            yield Option(name, replica, choices, dict(arguments), *axes)
 
 
 def with_replicas(option: Option, target: Target) -> Iterator[Option]:
     """The same option with replicas of the sharded state, unless it has some already."""
     if LEVELS[option.level].shards_opt_state and option.replica == 1:
         for replica in replicas_of(target)[1:]:
-            if target.devices % (replica * option.sequence) == 0:
+            if target.devices % (replica * option.sequence * option.expert) == 0:
                 yield dataclasses.replace(option, replica=replica)
 
 

@@ -235,6 +235,8 @@ _MEANINGS = {
     "target": "the machine, such as h100:32x8, tpu-v5e:16x16 or cpu:8",
     "replica": "replicas of the sharded state (hybrid sharding)",
     "sequence": "devices that share the sequence of an example",
+    "expert": "devices that share the experts of a mixture",
+    "keep": "parameters that stay on an axis, such as \"{'experts/' = ['expert', 0]}\"",
     "micro_batch_size": "examples of one device in one micro-batch",
     "micro_batches": "micro-batches in one step (k)",
     "accumulate": "how gradients accumulate: level, local, scatter or sync",
@@ -366,8 +368,8 @@ def levels_here(config: Config, command: str, doing: str) -> Iterator[tuple[str,
             f"gshard {command} needs {count} devices, and this process has {len(devices)}. Run it "
             "without gshard launch, or give --devices."
         )
-    replica, sequence = config.replica, config.sequence
-    mesh = make_mesh(replica=replica, sequence=sequence, devices=devices[:count])
+    axes = {name: getattr(config, name) for name in ("replica", "sequence", "expert")}
+    mesh = make_mesh(devices=devices[:count], **axes)
     setup = load_setup(config.model, config.arguments)
     with status("") as say:
         for level in config.levels:

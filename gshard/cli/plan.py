@@ -133,6 +133,7 @@ def _compiled(config: Config, target: Target) -> dict[str, dict[str, Any]]:
             "level": level,
             "replica": config.replica,
             "sequence": config.sequence,
+            "expert": config.expert,
             **vars(config.choices),
         }
         try:

@@ -3,7 +3,8 @@
 Tokens go to their experts by one-hot products, which every compiler makes fast (Lepikhin et al.,
 2020, section 3.2). An expert takes a limited number of tokens of each group of neighbours, so no
 token depends on other sequences, nor on how many devices share them; a token that finds its expert
-full goes past it. Experts are sharded like all other parameters: no token leaves its device.
+full goes past it. Experts are sharded like all other parameters, and no token leaves its device,
+unless `keep=` keeps experts on an axis of the mesh (docs/expert.md).
 
 Letters in names: B sequences, T tokens of each, G groups of S tokens, D width, X experts, C tokens
 that one takes of a group, F width of its MLP, V vocabulary.
@@ -23,6 +24,9 @@ import gshard
 from gshard.models import llama
 from gshard.models.by_slices import SLICE, cross_entropy, slice_of
 from gshard.models.training import DTYPES, REMAT, STACK, named, need, setup_of, stack_of
+
+# "exchange" saves what other devices sent to experts and back, so that it is sent once.
+_REMAT = REMAT | {"exchange": jax.checkpoint_policies.save_only_these_names("expert_exchange")}
 
 EXPERT_INIT = nn.initializers.lecun_normal(batch_axis=(0,))
 
@@ -124,7 +128,7 @@ class MoE(nn.Module):
       sizes: as of Llama; `mlp` is the width of one expert.
       routing: how tokens find experts.
       dtype: what is computed in, but for the router.
-      remat: what the backward pass finds of a layer, a value of `REMAT`.
+      remat: what the backward pass finds of a layer, a policy of `jax.checkpoint`.
     """
 
     sizes: llama.Sizes
@@ -174,7 +178,8 @@ def setup(
       sequence: tokens of one example, a multiple of 128 and of `group`, or fewer.
       dtype: `"bfloat16"` or `"float32"`, what is computed in, but for the router.
       remat: what is kept of a layer for the backward pass: `"none"` computes nothing again,
-        `"dots"` keeps the products with weights of attention, `"full"` keeps a layer's input alone.
+        `"dots"` keeps the products with weights of attention, `"full"` keeps a layer's input alone,
+        `"exchange"` keeps that and what experts on other devices receive and return.
       precision, optimizer, learning_rate, seed: see `setup_of`.
     """
     sizes = llama.Sizes(layers, width, heads, kv_heads, mlp, vocabulary, theta=theta)
@@ -185,7 +190,7 @@ def setup(
             f"sequence={sequence} is a multiple of {name}",
         )
     return setup_of(
-        MoE(sizes, routing, named("dtype", dtype, DTYPES), named("remat", remat, REMAT)),
+        MoE(sizes, routing, named("dtype", dtype, DTYPES), named("remat", remat, _REMAT)),
         sequence,
         optimizer=optimizer,
         learning_rate=learning_rate,

@@ -190,7 +190,7 @@ def wire_traffic(program: CompiledProgram | None, nodes: Nodes) -> dict[str, dic
 def compile_step(request: dict[str, Any], say: Say) -> dict[str, Any]:
     """Lowers and compiles the step of a request; returns the result, ready for JSON."""
     target = parse_target(request["target"])
-    axes = {name: request.get(name, 1) for name in ("replica", "sequence")}
+    axes = {name: request.get(name, 1) for name in ("replica", "sequence", "expert")}
     mesh = make_mesh(devices=target.described_devices(), **axes)
     say("importing the model")
     setup = load_setup(request["model"], request.get("arguments"))

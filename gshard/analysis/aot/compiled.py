@@ -43,8 +43,8 @@ def compile_for(
 
     Args:
       request: the `model` (`module:function`, see `gshard.analysis.setup.load_setup`) and its
-        `arguments`, the `target` and the `level`; optionally `replica`, `sequence` and the
-        fields of `Choices`.
+        `arguments`, the `target` and the `level`; optionally `replica`, `sequence`, `expert` and
+        the fields of `Choices`.
         All values must be JSON.
       timeout: seconds until compilation is given up.
       report: called with the stage and the seconds since the start, every second and when the stage

@@ -9,7 +9,7 @@ from gshard._util.html import Markup, el, joined
 from gshard._util.text import bytes_of, count_of
 from gshard._util.version import __version__
 from gshard.analysis.explain import state_arrays
-from gshard.analysis.forecast_report import Forecast, about
+from gshard.analysis.forecast_report import Forecast, about, axes_of
 from gshard.analysis.html.markup import (
     STYLE,
     amount,
@@ -100,15 +100,14 @@ def _verdict(found: Forecast, compiled: Compiled) -> Markup:
             needs = f"{bytes_of(level.needs)} without activations"
         verdicts[name] = joined([_fits(of), f", needs {needs}{failed}"])
     choices = found.choices
-    replicas = f", {found.replica:,} replicas of the sharded state" if found.replica > 1 else ""
     named = {
         "parameters": el(
             "data",
             f"{count_of(found.parameters)} ({found.parameters:,})",
             value=found.parameters,
         ),
-        "devices": f"{found.devices:,}{replicas}",
-        "one step": f"{choices.micro_batches} x {choices.micro_batch_size} examples on each device",
+        "devices": f"{found.devices:,}{axes_of(found)}",
+        "one step": choices.examples(found.sequence),
         "gradients accumulate": choices.accumulate,
         "reshard after forward": choices.reshard_after_forward,
         "optimizer state on the host": "yes" if choices.offload else None,
