@@ -11,7 +11,7 @@ from pathlib import Path
 
 DEFAULT_FILE = "configs/demo.toml"
 MODEL = "examples.training:setup"
-PLANNED = ("levels", "devices", "micro_batches")  # also keys of `gshard plan`
+PLANNED = ("levels", "devices", "expert", "micro_batches")  # also keys of `gshard plan`
 
 
 class ConfigError(ValueError):
@@ -33,6 +33,9 @@ class Arguments:
     sequence: int = setting(64, "bytes the model sees at once")
     scan: bool = setting(True, "one compiled block for all layers (nn.scan)")
     remat: bool = setting(False, "recompute a block's activations in the backward pass")
+    experts: int = setting(0, "experts in each block; 0: a dense MLP")
+    chosen: int = setting(2, "experts that a byte goes to; must divide 4 x width")
+    capacity: float = setting(1.25, "bytes that an expert takes, in multiples of its fair share")
     min_shard_size: int = setting(2**14, "arrays of more elements (of one layer) are sharded")
     learning_rate: float = setting(6e-3, "peak learning rate of AdamW")
     warmup_steps: int = setting(10, "steps from zero to the peak; cosine decay after")
@@ -44,6 +47,7 @@ class Arguments:
 class Config:
     levels: tuple[str, ...] = setting(("dp", "os", "os_g", "p_g_os"), "levels to train at")
     devices: int = setting(8, "virtual CPU devices")
+    expert: int = setting(1, "devices that share the experts")
     micro_batches: int = setting(4, "micro-batches per step")
     steps: int = setting(100, "optimizer steps per level")
     batch_size: int = setting(32, "examples in the global batch")
@@ -160,6 +164,17 @@ def check_whole(config: Config) -> Config:
     width, heads = config.arguments.width, config.arguments.heads
     if width % heads:
         raise ConfigError(f"arguments.heads={heads} does not divide arguments.width={width}")
+    experts, chosen = config.arguments.experts, config.arguments.chosen
+    if experts and (not 0 < chosen <= experts or 4 * width % chosen):
+        raise ConfigError(
+            f"arguments.chosen={chosen} must be at most arguments.experts={experts}, and divide "
+            f"4 x arguments.width={4 * width}"
+        )
+    if config.expert < 1 or config.devices % config.expert or experts % config.expert:
+        raise ConfigError(
+            f"expert={config.expert} must divide devices={config.devices} and "
+            f"arguments.experts={experts}"
+        )
     parts = config.devices * config.micro_batches
     if config.batch_size % parts:
         raise ConfigError(

@@ -1,4 +1,8 @@
-"""A small byte-level GPT in Flax Linen. Nothing here knows about devices."""
+"""A small byte-level GPT in Flax Linen, dense or with experts. Nothing here knows about devices.
+
+Letters in names: B examples, T bytes of each, D width, H heads, E features of a head, X experts, C
+bytes that one takes of an example, F width of its MLP, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import gshard
+
 BYTES = 256  # the vocabulary
+
+BALANCE = 0.01  # weight in the loss of how unevenly experts are used
 
 # A block that adds nothing at the start lets the embedding learn first: fewer steps to real text.
 START_AT_ZERO = nn.initializers.zeros
@@ -42,15 +50,50 @@ class Attention(nn.Module):
         return nn.Dense(D, use_bias=False, kernel_init=START_AT_ZERO, name="out")(y_BxTxD)
 
 
+class Experts(nn.Module):
+    """Each byte through the MLPs that a router chooses for it: together as wide as a dense one.
+
+    The metadata names the axis of a mesh on whose devices experts stay, if it has such an axis.
+    """
+
+    experts: int
+    chosen: int
+    capacity: float
+
+    @nn.compact
+    def __call__(self, x_BxTxD):
+        D, X = x_BxTxD.shape[-1], self.experts
+        F = 4 * D // self.chosen
+
+        def kernel(name, init, *shape):
+            return self.param(name, nn.with_partitioning(init, ("expert", None, None)), shape)
+
+        logits_BxTxX = nn.Dense(X, use_bias=False, name="router")(x_BxTxD)
+        routing = gshard.expert.route(logits_BxTxX, self.chosen, capacity_factor=self.capacity)
+        balance = gshard.expert.load_balancing_loss(logits_BxTxX, routing, by_group=True)
+        self.sow("losses", "balance", balance)
+        up_XxDxF = kernel("up", nn.initializers.lecun_normal(batch_axis=(0,)), X, D, F)
+        down_XxFxD = kernel("down", START_AT_ZERO, X, F, D)
+        x_XxBxCxD = gshard.expert.dispatch(x_BxTxD, routing)
+        h_XxBxCxF = nn.gelu(jnp.einsum("XBCD,XDF->XBCF", x_XxBxCxD, up_XxDxF))
+        return gshard.expert.combine(jnp.einsum("XBCF,XFD->XBCD", h_XxBxCxF, down_XxFxD), routing)
+
+
 class Block(nn.Module):
-    """Attention, then a two-layer MLP; each sees a normalised copy of the stream."""
+    """Attention, then a two-layer MLP or experts; each sees a normalised copy of the stream."""
 
     heads: int
+    experts: int = 0
+    chosen: int = 2
+    capacity: float = 1.25
 
     @nn.compact
     def __call__(self, x_BxTxD):
         D = x_BxTxD.shape[-1]
         x_BxTxD += Attention(self.heads, name="attention")(nn.LayerNorm()(x_BxTxD))
+        if self.experts:
+            experts = Experts(self.experts, self.chosen, self.capacity, name="experts")
+            return x_BxTxD + experts(nn.LayerNorm()(x_BxTxD))
         h_BxTxF = nn.gelu(nn.Dense(4 * D, name="up")(nn.LayerNorm()(x_BxTxD)))
         return x_BxTxD + nn.Dense(D, kernel_init=START_AT_ZERO, name="down")(h_BxTxF)
 
@@ -63,6 +106,9 @@ class GPT(nn.Module):
     heads: int
     scan: bool = True
     remat: bool = False
+    experts: int = 0
+    chosen: int = 2
+    capacity: float = 1.25
 
     @nn.compact
     def __call__(self, bytes_BxT):
@@ -70,26 +116,35 @@ class GPT(nn.Module):
         x_BxTxD = embed(bytes_BxT)
 
         block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
+        of_block = self.heads, self.experts, self.chosen, self.capacity
         if self.scan:
             # One compiled block for all layers: every kernel is a stack of `layers` kernels.
             x_BxTxD, _ = nn.scan(
                 lambda layer, x_BxTxD, _: (layer(x_BxTxD), None),
-                variable_axes={"params": 0},
+                variable_axes={"params": 0, "losses": 0},
                 split_rngs={"params": True},
                 length=self.layers,
-            )(block(self.heads, name="blocks"), x_BxTxD, None)
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )(block(*of_block, name="blocks"), x_BxTxD, None)
         else:
             for i in range(self.layers):
-                x_BxTxD = block(self.heads, name=f"block_{i}")(x_BxTxD)
+                x_BxTxD = block(*of_block, name=f"block_{i}")(x_BxTxD)
 
         return nn.Dense(BYTES, use_bias=False, name="unembed")(nn.LayerNorm()(x_BxTxD))
 
 
-def next_byte_loss(model, params, text_BxT1):
-    """Mean cross-entropy of every byte given the ones before it, in nats."""
-    logits_BxTxV = model.apply({"params": params}, text_BxT1[:, :-1])
+def cross_entropy(model, params, text_BxT1):
+    """Mean cross-entropy of every byte given the ones before it, in nats; and losses of blocks."""
+    logits_BxTxV, sown = model.apply({"params": params}, text_BxT1[:, :-1], mutable=["losses"])
     targets_BxT = text_BxT1[:, 1:].astype(jnp.int32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT).mean()
+    found_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, targets_BxT)
+    return found_BxT.mean(), jax.tree.leaves(sown)
+
+
+def next_byte_loss(model, params, text_BxT1):
+    """What is trained: the cross-entropy, and how unevenly experts are used."""
+    loss, unevenness = cross_entropy(model, params, text_BxT1)
+    return loss + BALANCE * jnp.stack(unevenness).mean() if unevenness else loss
 
 
 def sample(model, params, prompt: bytes, length: int, window: int, key, temperature=0.7) -> bytes:

@@ -26,6 +26,8 @@ class Run:
       budget_bytes: the same, by the budget of the plan.
       moved: elements per step and device by kind of collective, counted in the compiled program.
       budget_elements: the same, by the budget of the plan.
+      sent: bytes that a device sends in one step, counted in the compiled program.
+      exchanged: how many of these are examples, sent to experts and back.
       at_most: kinds whose budget is an upper bound.
     """
 
@@ -36,6 +38,8 @@ class Run:
     budget_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     moved: dict[str, int] = dataclasses.field(default_factory=dict)
     budget_elements: dict[str, int] = dataclasses.field(default_factory=dict)
+    sent: int = 0
+    exchanged: int = 0
     at_most: tuple[str, ...] = ()
 
     def off_by(self, reference: Run) -> float:

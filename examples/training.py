@@ -25,7 +25,9 @@ from examples.report import RunMeter
 
 def make_model(config: Config) -> gpt.GPT:
     o = config.arguments
-    return gpt.GPT(o.width, o.layers, o.heads, o.scan, o.remat)
+    return gpt.GPT(
+        o.width, o.layers, o.heads, o.scan, o.remat, o.experts, o.chosen, o.capacity
+    )
 
 
 def make_state(config: Config) -> tuple[gpt.GPT, TrainState]:
@@ -46,7 +48,7 @@ def make_state(config: Config) -> tuple[gpt.GPT, TrainState]:
 
 
 def setup(**arguments) -> gshard.TrainSetup:
-    """What `gshard plan configs/demo.toml` plans, from the arguments in that file."""
+    """What `gshard plan configs/demo.toml` and `configs/moe.toml` plan, from their arguments."""
     config = Config(arguments=Arguments(**arguments))
     model = make_model(config)
     return gshard.TrainSetup(
@@ -83,7 +85,10 @@ def train_on_one_device(model, state, batch_of, config: Config, meter: RunMeter)
 
 
 def train_at(level: str, mesh, model, start, own_rows, config: Config, meter: RunMeter):
-    """The same with gshard: two calls, and a loop that looks like the one above."""
+    """The same with gshard: two calls, and a loop that looks like the one above.
+
+    Experts stay on the devices of the mesh's axis `expert`, if it has one: the model says so.
+    """
 
     def loss_fn(params, batch_BxT1):
         return gpt.next_byte_loss(model, params, batch_BxT1)
@@ -117,12 +122,15 @@ def measured(level: str, step, state, batch) -> Run:
     """What the compiled step carries and communicates, and its budget. Nothing runs yet."""
     audit = gshard.audit(step, state, batch)
     budget = audit.budget
+    sent = [row for row in audit.collectives if not row.scalar]
     return Run(
         level,
         bytes={"gradients": carried_by_micro_batch_loop(step.lower(state, batch).compile())},
         budget_bytes={part: budget.resident[part] for part in PARTS},
         moved={kind: audit.elements(kind) for kind in KINDS},
         budget_elements={kind: budget.elements(kind) for kind in KINDS},
+        sent=sum(row.wire_bytes for row in sent),
+        exchanged=sum(row.wire_bytes for row in sent if row.kind == "all-to-all"),
         at_most=tuple(moved.kind for moved in budget.communicated if moved.at_most),
     )
 
