@@ -249,8 +249,7 @@ class Choices:
 
     def examples(self, sharing: int = 1) -> str:
         """Readable examples of a step, which so many devices share."""
-        whose = "on each device" if sharing == 1 else f"for {sharing} devices that share sequences"
-        return f"{self.micro_batches} x {self.micro_batch_size} examples {whose}"
+        return f"{self.micro_batches} x {self.micro_batch_size} examples {on_each(sharing)}"
 
     @property
     def of_step(self) -> dict[str, Any]:
@@ -272,6 +271,11 @@ class Choices:
                 "such as {'experts/': ('expert', 0)}; in a config file it is a table [keep] with "
                 "lines such as 'experts/' = ['expert', 0]."
             )
+
+
+def on_each(sharing: int) -> str:
+    """Readable place of examples, of which so many devices share each sequence."""
+    return "on each device" if sharing == 1 else f"on every {sharing} devices that share sequences"
 
 
 def check_kept_axis(expert: int, choices: Choices) -> None:

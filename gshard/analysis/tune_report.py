@@ -11,8 +11,10 @@ from rich.table import Table
 from gshard._util.text import bytes_of, seconds_of, text_of, text_table
 from gshard.analysis.calibration import Calibration
 from gshard.analysis.config import Config
+from gshard.analysis.expert_axes import ExpertAxis, expert_axes_table
 from gshard.analysis.fewer_bits import FewerBits, fewer_bits_table
 from gshard.analysis.memory.footprint import MARGIN
+from gshard.analysis.setup import on_each
 from gshard.analysis.tune import TIE, Verdict, best_of_each
 
 
@@ -31,18 +33,19 @@ def advice_text(
     every: bool = False,
     measured: Calibration | None = None,
     bits: Sequence[FewerBits] = (),
+    axes: Sequence[ExpertAxis] = (),
 ) -> str:
     """A report: options that fit, fastest first, and of the others the nearest to fitting.
 
     Of options that differ only in replicas and micro-batches it has the fastest, or all with
-    `every`. `bits` are what fewer bits would give the first option.
+    `every`. `bits` are what fewer bits would give the first option, and `axes` expert axes.
     """
     fit, others = [x for x in found if x.fits], [x for x in found if not x.fits]
     examples = config.choices.micro_batch_size * config.choices.micro_batches
     machine = "" if config.target is None else f" on {config.target.text}"
     parts: list[Table | str] = [
-        f"{config.model}{machine}: {examples} examples on each device in a step, "
-        f"{bytes_of(found[0].has)} for programs"
+        f"{config.model}{machine}: {examples} examples {on_each(config.sequence)} in a "
+        f"step, {bytes_of(found[0].has)} for programs"
     ]
     if fit:
         shown = fit if every else best_of_each(fit)
@@ -60,7 +63,7 @@ def advice_text(
             rows.append((*x.names.values(), bytes_of(x.needs), missing))
         title = f"Does not fit: {len(others)}; the nearest"
         parts.append(text_table(title, others[0].names, ("needs", "too much by"), rows))
-    parts += fewer_bits_table(bits)
+    parts += [*expert_axes_table(axes), *fewer_bits_table(bits)]
     parts.append(
         (
             "Times are relative to the first option. They are estimates, meant for ranking, and "

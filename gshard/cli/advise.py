@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 
 from gshard.analysis.calibration import read_calibration
 from gshard.analysis.config import Config
+from gshard.analysis.expert_axes import expert_axes
 from gshard.analysis.html.page import page
 from gshard.analysis.tune import advise, best_of_each, bits_to_save
 from gshard.analysis.tune_report import advice_rows, advice_text, base_of
@@ -67,12 +68,13 @@ def _advise(given: Namespace, config: Config) -> common.Answer:
     target = None if config.target is None else config.target.text
     base = base_of(found) if measured is None else 1.0
     unit = "step of the first option" if measured is None else "second"
-    bits = bits_to_save(config, found)
+    bits, axes = bits_to_save(config, found), expert_axes(config, found, measured)
     data = {
         "target": target,
         "unit": unit,
         "options": [x.as_dict(base) for x in found],
         "fewer_bits": [x.as_dict() for x in bits],
+        "expert_axes": [x.as_dict(base) for x in axes],
     }
     code = common.YES if any(x.fits for x in found) else common.NO
-    return common.Answer(data, advice_text(config, found, given.all, measured, bits), code)
+    return common.Answer(data, advice_text(config, found, given.all, measured, bits, axes), code)
