@@ -22,7 +22,7 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 FASTEST := tests/test_imports.py tests/test_language.py tests/test_mutations.py tests/test_project.py \
     tests/_util/test_jaxpr.py tests/sharding/test_rules.py tests/analysis/hlo tests/analysis/html
 
-.PHONY: help demo check test test-all docs gpu-check lint format clean
+.PHONY: help demo demo-moe check test test-all docs gpu-check lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -36,6 +36,9 @@ help:  ## list the targets
 demo: setup-test  ## train a small GPT at every level on 8 virtual devices, and kill one (4 minutes)
 	$(VENV)/bin/python -m examples.train_gpt $(CONFIG) $(ARGS)
 	$(VENV)/bin/python -m examples.kill_and_resume $(CONFIG) $(ARGS)
+
+demo-moe: setup-test  ## train a small mixture of experts, kept on 8 virtual devices, beside a dense GPT (4 minutes)
+	$(VENV)/bin/python -m examples.train_moe $(if $(filter $(origin CONFIG),file),configs/moe.toml,$(CONFIG)) $(ARGS)
 
 check: lint  ## the linters and the fastest tests, before a commit (1 minute)
 	$(VENV)/bin/python -m pytest -q -m "not slow" $(FASTEST)

@@ -170,7 +170,8 @@ def check_whole(config: Config) -> Config:
             f"arguments.chosen={chosen} must be at most arguments.experts={experts}, and divide "
             f"4 x arguments.width={4 * width}"
         )
-    if config.expert < 1 or config.devices % config.expert or experts % config.expert:
+    shared = config.expert > 1 and (not experts or experts % config.expert)
+    if config.expert < 1 or config.devices % config.expert or shared:
         raise ConfigError(
             f"expert={config.expert} must divide devices={config.devices} and "
             f"arguments.experts={experts}"

@@ -2,11 +2,11 @@
 
     python -m examples.train_moe [configs/moe.toml] [--steps 50] [--arguments.experts 16] ...
 
-All runs see the same batches of the Python standard library, on virtual CPU devices. The experts are
-trained on one device, then at every level with the experts kept on an axis of the mesh, then at the
-last level without such an axis, where all experts are gathered like other parameters. The dense
-model has as many active parameters: those that compute one byte. The table shows what each run
-stores and sends, and that the losses are those of one device.
+All runs see the same batches of the Python standard library, on virtual CPU devices. Experts are
+trained on one device; then at every level, kept on the devices of a mesh axis; then at the last
+level without such an axis, where they are gathered like other parameters. The dense model has as
+many active parameters: those that compute one byte. The table shows what each run stores and sends,
+and that the losses are those of one device.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from examples.report import TABLE_WIDTH, Meter, size
 from examples.training import make_state, setup, train_at, train_on_one_device
 
 HELD_OUT = 10**9  # the step whose batch nothing is trained on
+KERNELS = ("up", "down")  # of experts
 
 
 def main(config: Config) -> None:
@@ -95,7 +96,7 @@ def main(config: Config) -> None:
     console.print(f"\nCross-entropy of 256 other examples, in nats for a byte: {said}")
     off = max(run.off_by(reference) for run in runs)
     console.print(
-        f"Losses of {len(runs)} runs are those of one device to {off:.1e}, over {config.steps} steps"
+        f"Losses of {len(runs)} runs are those of one device to {off:.1e}, in {config.steps} steps"
     )
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
@@ -118,9 +119,6 @@ def active(state, config: Config) -> int:
     )
     idle = config.arguments.experts - config.arguments.chosen
     return parameters(state) - of_experts * idle // config.arguments.experts
-
-
-KERNELS = ("up", "down")
 
 
 def planned(config: Config, mesh) -> dict[str, int]:
@@ -154,7 +152,7 @@ def table(
     found.add_column("", no_wrap=True)
     names = ("parameters", "optimizer", "sent", "planned", "tokens", "last loss", "off by")
     for name in (*names, "tokens/s"):
-        found.add_column(name, justify="right", no_wrap=True)
+        found.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     for run in (reference, *runs, dense):
         found.add_row(
             run.name,

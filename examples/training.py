@@ -25,9 +25,7 @@ from examples.report import RunMeter
 
 def make_model(config: Config) -> gpt.GPT:
     o = config.arguments
-    return gpt.GPT(
-        o.width, o.layers, o.heads, o.scan, o.remat, o.experts, o.chosen, o.capacity
-    )
+    return gpt.GPT(o.width, o.layers, o.heads, o.scan, o.remat, o.experts, o.chosen, o.capacity)
 
 
 def make_state(config: Config) -> tuple[gpt.GPT, TrainState]:

@@ -42,22 +42,23 @@ def write(tmp_path):
     return file
 
 
-@pytest.mark.parametrize("name", ["demo", "smallest"])
+@pytest.mark.parametrize("name", ["demo", "smallest", "moe", "moe-smallest"])
 def test_shipped_settings_are_good(name):
     assert config.parse([str(ROOT / "configs" / f"{name}.toml")]).steps > 0
 
 
-@pytest.mark.parametrize("name", ["demo", "smallest"])
+@pytest.mark.parametrize("name", ["demo", "smallest", "moe", "moe-smallest"])
 def test_shipped_settings_are_planned_as_they_are_trained(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     planned = read_config(f"configs/{name}.toml")
     setup = load_setup(planned.model, planned.arguments)
     trained = config.parse([f"configs/{name}.toml"])
     assert planned.devices == trained.devices and planned.levels == trained.levels
-    mesh = abstract_mesh(planned.devices)
+    assert planned.expert == trained.expert
+    mesh = abstract_mesh(planned.devices, expert=planned.expert)
     _, plan = gshard.shard_train_state(setup.state, mesh, "p_g_os", **setup.shard)
     _, start = training.make_state(trained)
-    mesh = gshard.make_mesh()
+    mesh = gshard.make_mesh(expert=trained.expert)
     _, own = gshard.shard_train_state(start, mesh, "p_g_os", **training.shard_options(trained))
     assert plan.bytes_per_device == own.bytes_per_device
 
@@ -86,7 +87,7 @@ def test_an_int_is_a_good_float(write):
             "unknown key 'arguments.widht'; did you mean 'arguments.width'?",
         ),
         ("learning_rate = 1.0", "did you mean 'arguments.learning_rate'?"),
-        ("qqq = 1", "unknown key 'qqq'; known: arguments.clip, "),
+        ("qqq = 1", "unknown key 'qqq'; known: arguments.capacity, "),
         ("[training]\nsteps = 1.5", "training.steps must be an int, but is 1.5 (float)"),
         ("[training]\nsteps = true", "training.steps must be an int, but is True (bool)"),
         ("[arguments]\nscan = 1", "arguments.scan must be a bool, but is 1 (int)"),
@@ -114,6 +115,9 @@ def test_bad_file_is_named_with_key_and_fix(write, content, said):
         (["--arguments.scan", "maybe"], "arguments.scan must be a bool"),
         (["--batch_size", "20"], "devices x micro_batches = 8 x 4 = 32"),
         (["--arguments.heads", "7"], "arguments.heads=7 does not divide arguments.width=160"),
+        (["configs/moe.toml", "--expert", "3"], "expert=3 must divide devices=8 and arguments.exp"),
+        (["--expert", "2"], "expert=2 must divide devices=8 and arguments.experts=0"),
+        (["configs/moe.toml", "--arguments.chosen", "9"], "must be at most arguments.experts=8"),
         (["--steps", "0"], "steps=0 must be at least 1"),
         (["--save_every", "0"], "save_every=0 must be at least 1"),
         (["--pause", "-1"], "pause=-1.0 must not be negative"),
@@ -230,10 +234,10 @@ def test_progress_shows_loss_and_speed(terminal, tmp_path):
 # ---- the whole program --------------------------------------------------------------------------
 
 
-def run_smallest(module, output):
+def run_smallest(module, output, name="smallest"):
     """What a part of the demo printed, at its smallest size, in its own process."""
     ran = subprocess.run(
-        [sys.executable, "-m", module, "configs/smallest.toml", "--output", str(output)],
+        [sys.executable, "-m", module, f"configs/{name}.toml", "--output", str(output)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -317,6 +321,28 @@ def test_demo_kills_one_and_says_that_the_losses_are_identical(demo):
     assert "losses identical bit by bit, steps 1 to 4: yes" in printed
     (off,) = re.findall(r"largest relative difference where moved, .*: (.*)", printed)
     assert float(off) <= 1e-6
+
+
+@pytest.mark.slow
+def test_demo_of_experts_matches_one_device_and_sends_less(tmp_path):
+    printed = run_smallest("examples.train_moe", tmp_path, "moe-smallest")
+    results = json.loads((tmp_path / "results.json").read_text())
+    reference, dense = Run(**results["reference"]), Run(**results["dense"])
+    runs = {run["name"]: Run(**run) for run in results["runs"]}
+    assert list(runs) == ["os_g", "p_g_os", "p_g_os, gathered"]
+    for name, run in runs.items():
+        np.testing.assert_allclose(run.losses, reference.losses, rtol=5e-6)
+        row = next(line for line in printed.splitlines() if line.startswith(f" {name}  "))
+        planned = [] if "gathered" in name else [run.sent]  # the plan says the same
+        shown = [run.bytes["params"], run.bytes["optimizer"], run.sent, *planned, run.exchanged]
+        cells = row.removeprefix(f" {name}").replace(",", "").split()
+        assert [int(cell) for cell in cells[: len(shown)]] == shown
+        assert bool(run.exchanged) == ("gathered" not in name)
+    kept, gathered = runs["p_g_os"], runs["p_g_os, gathered"]
+    assert kept.bytes == gathered.bytes  # of the same state
+    assert 2 * kept.sent < gathered.sent
+    assert dense.exchanged == 0 and len(dense.losses) == len(reference.losses)
+    assert f"Losses of {len(runs)} runs are those of one device to" in printed
 
 
 @pytest.mark.parametrize(
