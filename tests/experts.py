@@ -77,7 +77,23 @@ def dispatched(p: Any, h: jax.Array, factor: float = 1.25) -> jax.Array:
     return gshard.expert.combine(y, routing)
 
 
-MODELS = {"every token": every_token, "one-hot": one_hot, "gshard.expert": dispatched}
+def dropless(p: Any, h: jax.Array) -> jax.Array:
+    """Every token goes to its experts, as rows that are sorted by expert."""
+
+    def experts(p: Any, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        inner = jax.nn.silu(jax.lax.ragged_dot(rows, p["up"], sizes))
+        return jax.lax.ragged_dot(inner, p["down"], sizes)
+
+    routing = gshard.expert.route(h @ p["router"], K, capacity_factor=None)
+    return gshard.expert.dropless(experts, p["experts"], h, routing)
+
+
+MODELS = {
+    "every token": every_token,
+    "one-hot": one_hot,
+    "gshard.expert": dispatched,
+    "dropless": dropless,
+}
 
 
 def mean_loss(model: str, balance: bool = False) -> Callable[[Any, Any], jax.Array]:

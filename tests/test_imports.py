@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -119,6 +120,20 @@ def test_an_upward_import_and_a_circle_are_found(text):
     texts = {"gshard.train": "", LATER: "import gshard.train.step", "gshard.train.step": text}
     assert circles(texts)
     assert not upward(texts)
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "scripts"])
+def test_every_name_that_others_import_of_gshard_exists(folder):
+    """Also inside functions that only slow tests call."""
+    for module, text in sources(PACKAGE.parent / folder).items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "gshard":
+                found = importlib.import_module(node.module or "")
+                for alias in node.names:
+                    exists = hasattr(found, alias.name) or importlib.util.find_spec(
+                        f"{node.module}.{alias.name}"
+                    )
+                    assert exists, f"{module}, line {node.lineno}: no {alias.name} there"
 
 
 def test_the_root_may_import_all_and_is_imported_by_none():

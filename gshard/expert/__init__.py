@@ -2,7 +2,7 @@
 
 Plain JAX, with the same numbers on one device and on many. Where the parameters of the experts are
 kept on a mesh axis (`shard_train_state(keep=)`), the step sends tokens to the devices of their
-experts and back by one all-to-all each.
+experts and back by one all-to-all each; `dropless` all-gathers the tokens instead.
 
 May import: `_util`.
 Start reading: `route`, then `dispatch` and `combine`.
@@ -11,12 +11,14 @@ Start reading: `route`, then `dispatch` and `combine`.
 from __future__ import annotations
 
 from gshard.expert.balance import dropped, load, load_balancing_loss, update_bias, z_loss
+from gshard.expert.dropless import dropless
 from gshard.expert.routing import Routing, combine, dispatch, route
 
 __all__ = [
     "Routing",
     "combine",
     "dispatch",
+    "dropless",
     "dropped",
     "load",
     "load_balancing_loss",

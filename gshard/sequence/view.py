@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,9 +17,8 @@ from typing import Any
 
 import jax
 
-_PREFIX = "gshard_sequence_"
-_numbers = itertools.count()
-_calls: dict[str, Call] = {}  # a traced call has its name alone
+from gshard._util.named_calls import call_by_name
+
 _full: ContextVar[str | None] = ContextVar("axis of which a device has everything", default=None)
 
 
@@ -31,18 +29,13 @@ class Call:
     Attributes:
       run: of the arrays that one device has, inside a `shard_map` over the axis, and by keyword
         whether the device has its tokens in zig-zag order (`order=`).
-      jaxpr: what it computes on one device. A call of the same name and another jaxpr is what a
-        transformation inside the loss has made of it, such as `jax.vmap` or `jax.grad`.
       dims: the dimension of the sequence of each operand, None for one without.
       result: that of the result.
-      name: that of the operation.
     """
 
     run: Callable[..., Any]
-    jaxpr: Any
     dims: Sequence[int | None]
     result: int
-    name: str
 
 
 @contextmanager
@@ -58,17 +51,6 @@ def full_sequences(axis: str) -> Iterator[None]:
 def sees_full_sequences(axis: str) -> bool:
     """Whether sequences that are sharded over the axis are in full here."""
     return _full.get() == axis
-
-
-def call_of(name: str) -> Call | None:
-    """Returns the operation that a traced call is, by its name."""
-    return _calls.get(name)
-
-
-def called_name(name: str) -> str:
-    """Returns the name of the function that a traced call was made of."""
-    call = _calls.get(name)
-    return name if call is None else f"gshard.sequence.{call.name}"
 
 
 def of_slices(dims: dict[str, int], result: int) -> Callable[..., Any]:
@@ -92,14 +74,9 @@ def of_slices(dims: dict[str, int], result: int) -> Callable[..., Any]:
             def run(*arrays: Any, **more: Any) -> Any:
                 return fun(**{**static, **dict(zip(names, arrays, strict=True)), **more})
 
-            def call(*arrays: Any) -> Any:
-                return run(*arrays)
-
-            call.__name__ = f"{_PREFIX}{fun.__name__}_{next(_numbers)}"
-            jitted, arrays = jax.jit(call), [given[name] for name in names]
-            jaxpr, own = jitted.trace(*arrays).jaxpr, [*map(dims.get, names)]
-            _calls[call.__name__] = Call(run, jaxpr, own, result, fun.__name__)
-            return jitted(*arrays)
+            call = Call(run, [*map(dims.get, names)], result)
+            arrays = [given[name] for name in names]
+            return call_by_name(f"gshard.sequence.{fun.__name__}", run, arrays, call)
 
         return wrapped
 

@@ -93,7 +93,7 @@ def main(case: str, folder: str, patient: str = "") -> None:
 
 def delay_files(seconds: float) -> None:
     """Makes the files of a save take so long to be written, as on a slow disk."""
-    from gshard.checkpoint.background_save import orbax
+    from gshard.checkpoint.own_files import orbax
 
     files_of = orbax.files_of
     orbax.files_of = lambda *given: (time.sleep(seconds), files_of(*given))[1]

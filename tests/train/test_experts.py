@@ -48,12 +48,15 @@ CASES = [
     *((level, "data 2, expert 4", "one-hot") for level in LEVELS),
     *((level, "data 2, expert 4", "gshard.expert") for level in ("os", "p_g_os")),
     *(("p_g_os", mesh, "one-hot") for mesh in list(MESHES)[1:]),
+    *((level, "data 2, expert 4", "dropless") for level in LEVELS),
+    *(("p_g_os", mesh, "dropless") for mesh in list(MESHES)[1:]),
     ("os", "replica 2, data 2, expert 2", "one-hot"),
     ("os_g", "expert 8", "every token"),
 ]
 QUICK = [
     ("p_g_os", "data 2, expert 4", "one-hot"),
     ("os", "replica 2, data 2, expert 2", "one-hot"),
+    ("p_g_os", "data 2, expert 4", "dropless"),
 ]
 
 

@@ -113,8 +113,10 @@ def is_by_examples(eqn: Any) -> bool:
 
 
 @rule(JIT)
-def _called(given: Given) -> Decision:
+def _called(given: Given) -> Decision | None:
     """Every device calls the function with its own examples, and with their full sequences."""
+    if not is_by_examples(given.eqn):
+        return None
     if not given.evaluator.of_examples:
         return given.all(REPLICATED)
     call = _calls[given.params["name"]]

@@ -10,6 +10,7 @@ from jax.extend.core import Literal
 from gshard._util.jaxpr import JIT, body_of
 from gshard.train.global_loss.by_examples import is_by_examples
 from gshard.train.global_loss.exchange import decide_by_cost
+from gshard.train.global_loss.expert_calls import decide_expert_call, expert_call
 from gshard.train.global_loss.own_collectives import (
     check_body_as_traced,
     check_own_collective,
@@ -28,7 +29,8 @@ def is_inlined(evaluator: Evaluator, eqn: Any, placements: Sequence[Placement]) 
     """Whether an equation only calls a body, equation by equation."""
     if eqn.primitive.name not in _CALLS or is_by_examples(eqn):
         return False
-    return sequence_call(evaluator, eqn, placements) is None
+    calls = sequence_call(evaluator, eqn, placements), expert_call(eqn, placements)
+    return calls == (None, None)
 
 
 def decide(
@@ -52,6 +54,9 @@ def _decide(given: Given) -> Decision:
     call = sequence_call(given.evaluator, given.eqn, given.placements)
     if call is not None:
         return decide_sequence_call(given, call)
+    dropless = expert_call(given.eqn, given.placements)
+    if dropless is not None:
+        return decide_expert_call(given, dropless)
     for attempt in _attempts(given):
         found = _by_rule(attempt)
         if found is not None:

@@ -14,8 +14,8 @@ from jax import core as jax_core
 from jax.ad_checkpoint import checkpoint_name
 
 from gshard._util.errors import GShardError, warn
-from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope, user_line
-from gshard.sequence.view import called_name
+from gshard._util.jaxpr import bind, body_of, evaluate, in_scope, user_line
+from gshard._util.named_calls import name_of
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.examples import (
     exchange_examples,
@@ -279,7 +279,8 @@ class GlobalEvaluator:
             warn(
                 f"{self.place(eqn)} all-gathers a parameter that is kept on {self.axes[0]!r}: "
                 "gshard knows no way to compute it on each device's experts. Use a product "
-                "(jnp.einsum) in which the experts are a dimension of both operands."
+                "(jnp.einsum) in which the experts are a dimension of both operands, and for "
+                "jax.lax.ragged_dot gshard.expert.dropless."
             )
         if self.micro_batches > 1:
             return self._sum_of_micro_batches(value, eqn)
@@ -401,7 +402,7 @@ class GlobalEvaluator:
         if eqn is None:
             return "the result of the loss"
         line = self._line_of(eqn)
-        return f"{eqn.primitive.name} at {line}" if line else eqn.primitive.name
+        return f"{name_of(eqn)} at {line}" if line else name_of(eqn)
 
     def _line_of(self, eqn: Any) -> str:
         """The user's line, of the caller where the equation itself was traced for another."""
@@ -411,7 +412,7 @@ class GlobalEvaluator:
         """Names the equation to those who read what a loss communicates over a sequence axis."""
         if self.of_examples and not self.exchanges:
             return nullcontext()
-        return needed_by("result" if eqn is None else _name_of(eqn), self._line_of(eqn))
+        return needed_by("result" if eqn is None else name_of(eqn), self._line_of(eqn))
 
     @contextmanager
     def _called_by(self, eqn: Any) -> Iterator[None]:
@@ -429,12 +430,6 @@ class GlobalEvaluator:
             yield
         finally:
             self._times = before
-
-
-def _name_of(eqn: Any) -> str:
-    """The name of an equation for people."""
-    called = eqn.params.get("name") if eqn.primitive.name == JIT else None
-    return called_name(called) if called else eqn.primitive.name
 
 
 def _is_from_nothing(eqn: Any, values: Sequence[Value], decision: Decision) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from gshard._util.jaxpr import JIT
-from gshard.sequence.view import Call, call_of
+from gshard._util.named_calls import behind_call
+from gshard.sequence.view import Call
 from gshard.train.global_loss.by_examples import by_examples
 from gshard.train.global_loss.placement import REPLICATED, Placement, sharded
 from gshard.train.global_loss.registry import Decision, Evaluator, Given
@@ -19,12 +19,10 @@ def sequence_call(evaluator: Evaluator, eqn: Any, placements: Sequence[Placement
     Otherwise the equation is evaluated by what it computes on one device: where no operand is
     sharded, and what `jax.vmap` or a derivative has made of a call.
     """
-    if eqn.primitive.name != JIT or evaluator.of_examples:
+    if evaluator.of_examples or not any(p.is_sharded for p in placements):
         return None
-    call = call_of(eqn.params["name"])
-    if call is None or not any(p.is_sharded for p in placements):
-        return None
-    if eqn.params["jaxpr"] is not call.jaxpr:
+    call = behind_call(eqn, Call)
+    if call is None:
         return None
     shapes, partition = [v.aval.shape for v in eqn.invars], evaluator.partition
     fits = map(partition.fits, shapes, _operands(call, partition.zigzag))

@@ -1,0 +1,142 @@
+"""Experts that drop no token: rows sorted by expert, as products over groups of rows take them.
+
+Letters: G groups of T tokens of width D; E experts, of which a token goes to K; R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import core
+
+from gshard._util.errors import GShardError
+from gshard._util.named_calls import call_by_name
+from gshard._util.pytree import flatten, subscript
+from gshard._util.validation import shown
+from gshard.expert.routing import Routing
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `dropless` in a traced loss.
+
+    Attributes:
+      fun: as `dropless` takes it.
+      structure: the tree of its parameters.
+    """
+
+    fun: Callable[..., Any]
+    structure: Any
+
+    def __call__(self, arrays: Sequence[Any]) -> jax.Array:
+        """Calls it for the experts and tokens that a device has; `arrays` as in `_add_up`."""
+        return _call(self.fun, self.structure, arrays)
+
+
+def dropless(
+    fun: Callable[[Any, jax.Array, jax.Array], Any], params: Any, x: Any, routing: Routing
+) -> jax.Array:
+    """Sends every token to all of its experts, and adds up what they make of it.
+
+    Where `dispatch` gives each expert the same number of places, here the tokens of all experts
+    are rows of one array, sorted by expert, and `fun` multiplies them by `jax.lax.ragged_dot`. So
+    no token is dropped, and no place is empty.
+
+    Where the parameters are kept on a mesh axis, a device gets the tokens of all devices of that
+    axis by an all-gather, computes those of its own experts, and a reduce-scatter returns the sums.
+
+    Args:
+      fun: called as `fun(params, rows, sizes)` with `rows` (R, D) sorted by expert and int32
+        `sizes` (E,), the rows of each expert. The rows after those of the last expert are zero,
+        and what `fun` returns for them is not used. Returns (R, D'), of each row by itself. On
+        several devices, E and R are those of one device.
+      params: a tree of arrays with E on dimension 0.
+      x: (G, T, D), the tokens.
+      routing: of these tokens, with `capacity_factor=None`.
+
+    Returns:
+      (G, T, D') in the dtype of what `fun` returns: the sum over the experts of each token, by the
+      weights of the routing.
+
+    Raises:
+      GShardError: an array has another shape, the routing drops tokens, or `fun` closes over
+        parameters.
+
+    Example:
+      >>> def experts(params, rows, sizes):
+      ...     return jax.lax.ragged_dot(rows, params["kernel"], sizes)
+      >>> params = {"kernel": jnp.ones((4, 16, 16))}
+      >>> routing = gshard.expert.route(jnp.zeros((2, 8, 4)), 2, capacity_factor=None)
+      >>> gshard.expert.dropless(experts, params, jnp.ones((2, 8, 16)), routing).shape
+      (2, 8, 16)
+
+    Source: MegaBlocks (Gale et al., 2022), section 4, for rows sorted by expert.
+    """
+    x = jnp.asarray(x)
+    groups, tokens, _ = routing.indices.shape
+    if x.ndim != 3 or x.shape[:2] != (groups, tokens):
+        raise GShardError(
+            f"x has shape {x.shape}, and the routing is of {groups} groups of {tokens} tokens: "
+            f"pass ({groups}, {tokens}, width)."
+        )
+    if routing.capacity < tokens:
+        raise GShardError(
+            f"The routing lets an expert take {routing.capacity} of the {tokens} tokens of a "
+            "group. dropless has no capacity: pass capacity_factor=None to route."
+        )
+    paths, leaves, structure = flatten(params)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if jnp.shape(leaf)[:1] != (routing.experts,):
+            raise GShardError(
+                f"params{subscript(path)} has shape {jnp.shape(leaf)}: dimension 0 must be the "
+                f"{routing.experts} experts of the routing."
+            )
+    if not leaves:
+        raise GShardError(f"params={shown(params)} has no array: pass those of the experts.")
+    arrays = [*leaves, x, routing.indices, routing.weights, jnp.int32(0)]
+    return _call(fun, structure, arrays)
+
+
+def _call(fun: Callable[..., Any], structure: Any, arrays: Sequence[Any]) -> jax.Array:
+    """Calls `_add_up`, in a trace by a name that the evaluation of the loss finds."""
+
+    def call(*arrays: Any) -> jax.Array:
+        return _add_up(fun, structure, arrays)
+
+    if not any(isinstance(x, core.Tracer) for x in arrays):
+        return call(*arrays)
+    return call_by_name("gshard.expert.dropless", call, arrays, Call(fun, structure))
+
+
+def _add_up(fun: Callable[..., Any], structure: Any, arrays: Sequence[Any]) -> jax.Array:
+    """What some experts add to each token.
+
+    `arrays` are their parameters, tokens (G, T, D), indices and weights (G, T, K) of all experts,
+    and the number of the first of these experts.
+    """
+    *leaves, x, indices, weights, first = arrays
+    experts, (groups, tokens, k) = leaves[0].shape[0], indices.shape
+    # A token goes to an expert once.
+    most = groups * tokens * min(k, experts)
+    expert = indices.reshape(-1) - first
+    own = (expert >= 0) & (expert < experts)
+    expert = jnp.where(own, expert, experts)
+    order = jnp.argsort(expert, stable=True)[:most]
+    sizes = jnp.bincount(expert, length=experts + 1)[:experts].astype(jnp.int32)
+    taken, token = own[order][:, None], order // k
+    rows = jnp.where(taken, x.reshape(groups * tokens, -1)[token], 0)
+    y = jnp.asarray(fun(jax.tree.unflatten(structure, leaves), rows, sizes))
+    if y.ndim != 2 or len(y) != most:
+        raise GShardError(
+            f"dropless: fun returned shape {y.shape} for rows of shape {rows.shape}. Return an "
+            f"array ({most}, width), a row for each row."
+        )
+    weights = weights.reshape(-1)[order].astype(y.dtype)
+    y = jnp.where(taken, y, 0) * weights[:, None]
+    wide = jnp.promote_types(y.dtype, jnp.float32)
+    total = jnp.zeros((groups * tokens, y.shape[1]), wide).at[token].add(y.astype(wide))
+    return total.astype(y.dtype).reshape(groups, tokens, -1)

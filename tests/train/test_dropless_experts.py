@@ -1,0 +1,152 @@
+"""Experts that drop no token, in steps: on slices of sequences, in scans, and where refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gshard
+from tests.experts import (
+    DATA_EXPERT,
+    KEEP,
+    D,
+    E,
+    F,
+    K,
+    batch,
+    dropless,
+    mean_loss,
+    params,
+    sharded,
+    worst,
+)
+from tests.tiers import quick
+
+LOSS = mean_loss("dropless", balance=True)
+SEQUENCES = {
+    "sequence": ({"shape": {"data": 4}, "sequence": 2}, None, "contiguous", 6),
+    "zig-zag": ({"shape": {"data": 4}, "sequence": 2}, None, "zigzag", 8),
+    "sequence and expert": ({"sequence": 2, "expert": 2}, KEEP, "contiguous", 6),
+    "zig-zag and expert": ({"sequence": 2, "expert": 2}, KEEP, "zigzag", 8),
+    "all": ({"sequence": 2, "expert": 2, "replica": 2}, KEEP, "contiguous", 6),
+    "3 of 6 devices": (
+        {"shape": {"data": 2, "expert": 3}, "devices": jax.devices()[:6]},
+        KEEP,
+        "contiguous",
+        5,
+    ),
+}
+
+
+def check(loss: Any, given: Any, mesh: Any, p: Any = None, keep: Any = KEEP, **options) -> None:
+    """No warning, and loss and gradient are those of one device."""
+    p = params() if p is None else p
+    order = options.pop("sequence_order", "contiguous")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state, plan = sharded(mesh, "p_g_os", p, keep=keep, sequence_order=order)
+        value, grads = jax.jit(gshard.value_and_grad(loss, plan, **options))(state.params, given)
+    wanted, reference = jax.value_and_grad(loss)(p, given)
+    assert abs(float(value) - float(wanted)) < 2e-6 and worst(grads, reference) < 2e-6
+
+
+@pytest.mark.parametrize("name", quick(SEQUENCES, ["zig-zag and expert"]))
+def test_tokens_of_slices_of_sequences(name):
+    mesh, keep, order, tokens = SEQUENCES[name]
+    p = params(experts=12) if name == "3 of 6 devices" else None
+    check(LOSS, batch(tokens=tokens), mesh, p, keep, sequence_order=order)
+
+
+def layers(p: Any, given: Any) -> jax.Array:
+    """Three layers in a scan, rematerialized."""
+
+    @jax.checkpoint
+    def layer(h: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        return h + dropless(p, h), None
+
+    h = jnp.tanh(p["embed"][given["x"]])
+    h, _ = jax.lax.scan(layer, h, {"router": p["router"], "experts": p["experts"]})
+    losses = optax.softmax_cross_entropy_with_integer_labels(h @ p["head"], given["y"])
+    return (losses * given["mask"]).sum() / given["mask"].sum()
+
+
+@pytest.mark.parametrize("micro_batches", quick([1, 3], [3]))
+def test_scanned_layers_of_a_masked_mean(micro_batches):
+    p = params()
+    stacks = {
+        k: jax.tree.map(lambda x: np.stack([x, x / 2, -x]), p[k]) for k in ("router", "experts")
+    }
+    keep = {"experts/": ("expert", 1)}
+    check(layers, batch(), DATA_EXPERT, {**p, **stacks}, keep, micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize("micro_batches", quick([1, 2], []))
+def test_experts_that_are_not_kept(micro_batches):
+    mesh = {"shape": {"data": 4}, "devices": jax.devices()[:4]}
+    check(LOSS, batch(), mesh, keep=None, micro_batches=micro_batches)
+
+
+def test_what_a_kernel_leaves_in_the_rows_of_no_expert_changes_nothing():
+    def loss(p, given):
+        def experts(p, rows, sizes):
+            inner = jnp.tanh(jax.lax.ragged_dot(rows, p["up"], sizes))
+            y = jax.lax.ragged_dot(inner, p["down"], sizes)
+            return jnp.where((jnp.arange(len(rows)) < sizes.sum())[:, None], y, jnp.nan)
+
+        h = jnp.tanh(p["embed"][given["x"]])
+        routing = gshard.expert.route(h @ p["router"], K, capacity_factor=None)
+        h += gshard.expert.dropless(experts, p["experts"], h, routing)
+        return jnp.square(h @ p["head"]).mean()
+
+    check(loss, batch(), DATA_EXPERT)
+
+
+def test_tokens_are_gathered_and_no_expert_is():
+    state, plan = sharded(DATA_EXPERT, "p_g_os")
+    step = gshard.make_train_step(LOSS, plan)
+    audit = gshard.audit(step, state, batch())
+    assert audit.exceeded == ()
+    tokens = 24 * 6 // 2  # of the devices of one expert axis
+    operation = "gshard.expert.dropless"
+    found = {(x.kind, x.elements, x.times) for x in step.loss_transfers if x.operation == operation}
+    assert found == {("all-gather", tokens * D, 1), ("all-gather", tokens * K, 2)}
+    sums = {(x.kind, x.elements) for x in step.loss_transfers if x.kind == "reduce-scatter"}
+    assert sums == {("reduce-scatter", tokens * D)}
+    lines = {x.line for x in step.loss_transfers if x.operation == operation}
+    assert len(lines) == 1 and next(iter(lines)).startswith("experts.py:")
+    over = [x for x in audit.collectives if "expert" in (x.axes or ()) and x.purpose == "gather"]
+    assert sum(x.elements for x in over) < E * D * F // 2  # the embedding and the head alone
+
+
+def test_a_function_that_closes_over_parameters_is_refused():
+    def loss(p, given):
+        h = jnp.tanh(p["embed"][given["x"]])
+        routing = gshard.expert.route(h @ p["router"], K, capacity_factor=None)
+
+        def experts(q, rows, sizes):
+            return jax.lax.ragged_dot(rows * p["head"][0, 0], q["up"], sizes)
+
+        return jnp.square(gshard.expert.dropless(experts, p["experts"], h, routing)).mean()
+
+    state, plan = sharded(DATA_EXPERT, "os")
+    with pytest.raises(gshard.GShardError, match=r"test_dropless.*closes over traced values. Pass"):
+        gshard.value_and_grad(loss, plan)(state.params, batch())
+
+
+def test_a_gradient_inside_the_loss_gathers_the_experts_with_a_warning():
+    def loss(p, given):
+        fixed = jax.lax.stop_gradient(p)  # JAX has no second derivative of ragged_dot
+        inner = jax.grad(lambda q: LOSS({**fixed, "experts": q}, given))(fixed["experts"])
+        return LOSS(p, given) + sum(jnp.square(x).sum() for x in jax.tree.leaves(inner))
+
+    state, plan = sharded(DATA_EXPERT, "os")
+    with pytest.warns(gshard.GShardWarning, match="all-gathers a parameter that is kept on 'exp"):
+        value, grads = gshard.value_and_grad(loss, plan)(state.params, batch())
+    wanted, reference = jax.value_and_grad(loss)(params(), batch())
+    assert abs(float(value) - float(wanted)) < 2e-6 and worst(grads, reference) < 2e-6
