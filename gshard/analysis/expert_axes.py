@@ -175,9 +175,9 @@ def batch_dims(setup: TrainSetup) -> dict[str, int]:
         if name == "transpose":
             order = eqn.params["permutation"]
             return [x and (x[0], tuple(x[1][d] for d in order)) for x in values]
-        if name == "dot_general":
-            batches = eqn.params["dimension_numbers"][1]
-            for x, batch in zip(values, batches, strict=True):
+        if name in ("dot_general", "ragged_dot_general"):
+            batches = _batch_dims_of(eqn)
+            for x, batch in zip(values, batches, strict=False):
                 if x is not None:
                     found[x[0]].append({x[1][d] for d in batch})
         follow = partial(flow, transfer=transfer)
@@ -191,6 +191,15 @@ def batch_dims(setup: TrainSetup) -> dict[str, int]:
     params = {x.path for x in jax.tree.leaves(plan.params)}
     always = {layouts[i].path: set.intersection(*of) for i, of in found.items() if i < len(layouts)}
     return {path: min(dims) for path, dims in always.items() if dims and path in params}
+
+
+def _batch_dims_of(eqn: Any) -> Sequence[Sequence[int]]:
+    """Returns the batch dimensions of both operands; groups of rows are those of a ragged one."""
+    if eqn.primitive.name == "dot_general":
+        return eqn.params["dimension_numbers"][1]
+    of = eqn.params["ragged_dot_dimension_numbers"]
+    rows, matrices = of.dot_dimension_numbers[1]
+    return rows, (*matrices, *of.rhs_group_dimensions)
 
 
 def _if_equal(first: Any, second: Any) -> Any:
