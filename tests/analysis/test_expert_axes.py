@@ -37,7 +37,7 @@ def mixture(model: str = "one-hot", words: int = 0, semantics: str = "global") -
     return TrainSetup(
         lambda: (given, optax.adamw(1e-3)),
         mean_loss(model),
-        {name: x[:1] for name, x in batch().items()},
+        jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.asarray(x[:1]), batch())),
         shard={"min_shard_size": 0},
         step={"loss_semantics": semantics},
     )

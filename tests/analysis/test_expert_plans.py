@@ -46,7 +46,7 @@ def mixture(experts: int = 8) -> TrainSetup:
     return TrainSetup(
         lambda: (params(experts=experts), clipped_adamw()),
         mean_loss("one-hot"),
-        {name: x[:1] for name, x in batch().items()},
+        jax.eval_shape(lambda: jax.tree.map(lambda x: jnp.asarray(x[:1]), batch())),
         shard={"min_shard_size": 0},
     )
 
