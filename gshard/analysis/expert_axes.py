@@ -213,15 +213,16 @@ def patterns(
     by_dim: dict[int, set[str]] = defaultdict(set)
     for path, (dim, _) in found.items():
         by_dim[dim].add(path)
-    keep = {}
-    for dim, paths in sorted(by_dim.items()):
-        for parts in range(1, 2 + max(path.count("/") for path in paths)):
-            ends = sorted({"/".join(path.split("/")[-parts:]) for path in paths})
-            text = f"(^|/)({'|'.join(map(re.escape, ends))})$"
-            if {path for path in params if re.search(text, path)} == paths:
-                break
-        keep[text] = EXPERT, dim
-    return keep
+    return {_pattern(paths, params): (EXPERT, dim) for dim, paths in sorted(by_dim.items())}
+
+
+def _pattern(paths: set[str], params: Mapping[str, Any], parts: int = 1) -> str:
+    """Returns the shortest pattern of so many parts of the paths or more that matches no other."""
+    ends = sorted({"/".join(path.split("/")[-parts:]) for path in paths})
+    text = f"(^|/)({'|'.join(map(re.escape, ends))})$"
+    matched = {path for path in params if re.search(text, path)}
+    longest = parts > max(path.count("/") for path in paths)
+    return text if matched == paths or longest else _pattern(paths, params, parts + 1)
 
 
 def expert_axes_table(found: Sequence[ExpertAxis]) -> list[Table | str]:
