@@ -89,6 +89,8 @@ def named(boxed: bool = True) -> TrainSetup:
             (6, {"expert": 3}, 9),
             (5, {"expert": 5}, 5),
             (8, {"expert": 2, "replica": 2}, 4),
+            (8, {"expert": 2, "sequence": 2}, 4),
+            (8, {"expert": 2, "sequence": 2, "replica": 2}, 4),
         ],
         [(6, {"expert": 3}, 9)],
     ),
