@@ -244,11 +244,14 @@ class GatheredUpdate:
         values = {**self._traced.literals, **self._traced.consts, **dict(inputs)}
         owned, ends = list(self.owned), []
         of_owners = [chain for group in owned for chain in group.chains]
-        waiting = sorted(set(self.sources).difference(*(chain.copies for chain in of_owners)))
         elsewhere = {id(step) for chain in of_owners for step in chain.steps}
         rest = [step for step in self._steps if id(step) not in elsewhere]
+        # What other equations read as well is gathered for them.
+        of_chains = {i for chain in of_owners for i in chain.copies}
+        of_chains -= {i for step in rest for i in step.ins}
+        waiting = sorted(self.sources.keys() - of_chains)
         while rest or owned:
-            later: list[TracedEquation] = []
+            before, later = (len(rest), len(owned), len(values)), list[TracedEquation]()
             for step in rest:
                 if step.replicated or any(i not in values for i in step.ins):
                     later.append(step)
@@ -261,6 +264,8 @@ class GatheredUpdate:
                 owned.remove(group)
                 rest = later
                 self._run_owned(group, values, ends)
+            if before == (len(rest), len(owned), len(values)):
+                raise AssertionError(f"{len(rest)} equations of the update wait for each other.")
         return [values[i] for i in self._outputs]
 
     def _run_owned(self, group: OwnedGroup, values: dict[int, Any], ends: list[Any]) -> None:
