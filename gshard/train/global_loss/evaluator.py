@@ -14,7 +14,7 @@ from jax import core as jax_core
 from jax.ad_checkpoint import checkpoint_name
 
 from gshard._util.errors import GShardError, warn
-from gshard._util.jaxpr import JIT, bind, body_of, evaluate, in_scope, user_line
+from gshard._util.jaxpr import JIT, as_traced, bind, body_of, evaluate, in_scope, user_line
 from gshard.sequence.view import called_name
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.examples import (
@@ -112,11 +112,17 @@ class GlobalEvaluator:
         self.returned: list[bool] = []
         self._times, self._inside, self._line = 1, 0, ""
 
+    @property
+    def is_last(self) -> bool:
+        """Whether no other evaluation follows this one, over other axes."""
+        return self.of_examples and not self.exchanges
+
     # ---- evaluation
 
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
         """Evaluates a jaxpr, which is not closed; its results are held as the rules say."""
-        out = evaluate(jaxpr, consts, values, self._evaluate_equation)
+        run = self._evaluate_equation if self.is_last else self._evaluate_with_its_line
+        out = evaluate(jaxpr, consts, values, run)
         return [self._value(v, x) for v, x in zip(jaxpr.outvars, out, strict=True)]
 
     def arrays(
@@ -148,6 +154,11 @@ class GlobalEvaluator:
         if isinstance(x, Value):
             return x
         return Value(REPLICATED, variable.aval, x, positions=of_literal(variable))
+
+    def _evaluate_with_its_line(self, eqn: Any, operands: list[Any]) -> list[Value]:
+        """The evaluation over other axes, of what this one traces, names the user's line too."""
+        with as_traced(eqn):
+            return self._evaluate_equation(eqn, operands)
 
     def _evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Value]:
         values = [self._value(v, x) for v, x in zip(eqn.invars, operands, strict=True)]
@@ -409,7 +420,7 @@ class GlobalEvaluator:
 
     def _named(self, eqn: Any) -> AbstractContextManager[Any]:
         """Names the equation to those who read what a loss communicates over a sequence axis."""
-        if self.of_examples and not self.exchanges:
+        if self.is_last:
             return nullcontext()
         return needed_by("result" if eqn is None else _name_of(eqn), self._line_of(eqn))
 

@@ -71,6 +71,48 @@ def test_what_gathers_too_much():
     fails(rf"{line}.*float32\[24, 48\] \(0.0023 MB per device\)", loss, gather_limit=100)
 
 
+def of_all_examples(params, batch):
+    """Mixes the examples of each position, which are sharded over the other axes."""
+    x = batch["x"] @ params["w"]
+    return (jnp.median(x, 0) * jnp.sort(x, 0).mean(0)).mean()
+
+
+EVALUATED_TWICE = {
+    "sequence": {"sequence": 4},
+    "experts": {"expert": 2},
+    "experts and sequence": {"shape": {"data": 2, "expert": 2}, "sequence": 2},
+}
+
+
+@pytest.mark.parametrize("axes", EVALUATED_TWICE)
+def test_what_mixes_examples_names_the_line_of_the_loss(axes):
+    """After the loss was evaluated over one axis, its lines are those of that evaluation."""
+    has_experts = "experts" in axes
+    experts = {"experts": np.ones((4, 48, 48), np.float32)}
+    params = {**PARAMS, **experts} if has_experts else PARAMS
+
+    def loss(params, batch):
+        found = of_all_examples(params, batch)
+        if has_experts:
+            found += jnp.einsum("bi,eij->bej", batch["x"], params["experts"]).mean()
+        return found
+
+    mesh = gshard.make_mesh(**EVALUATED_TWICE[axes])
+    options = {"min_shard_size": 0, "keep": {"experts": ("expert", 0)} if has_experts else None}
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "p_g_os", **options)
+    first = of_all_examples.__code__.co_firstlineno
+    line = rf"test_bad_input.py:({first + 2}|{first + 3})"
+    examples = {"x": np.resize(batch()["x"], (32, 48)).astype(np.float32)}
+    for options in ({"gather_limit": 10}, {"micro_batches": 2}):
+        with pytest.raises(gshard.GShardError, match=rf"\w+ at .*{line} (mixes|needs all) exam"):
+            gshard.make_train_step(loss, plan, **options)(state, examples)
+    step = gshard.make_train_step(loss, plan)
+    step.lower(state, examples)
+    assert step.loss_transfers
+    for x in step.loss_transfers:
+        assert "test_bad_input.py:" in x.line or x.operation == "result", x
+
+
 def test_an_order_of_the_operations_themselves():
     def loss(params, batch):
         return mean(params, batch) + gshard.sequence.positions(batch["x"], order="zigzag").mean()
