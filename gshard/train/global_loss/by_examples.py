@@ -24,11 +24,17 @@ _calls: dict[str, _Call] = {}  # a traced call has its name alone
 
 @dataclass
 class _Call:
-    """A function of flat arguments, and which of them have the examples on dimension 0."""
+    """A function of flat arguments, and which of them have the examples on dimension 0.
+
+    A traced call of the same name and another jaxpr is what a transformation inside the loss has
+    made of it, such as `jax.vmap` or `jax.grad`.
+    """
 
     fun: Callable[..., Any]
     mapped: Sequence[bool]
     place: str
+    jaxpr: Any
+    closes: bool  # over traced values
 
 
 def by_examples(fun: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
@@ -37,6 +43,7 @@ def by_examples(fun: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]
     gshard knows how the operations of JAX treat the examples of a batch. A kernel of your own
     (Pallas, `jax.pure_callback`, `jax.ffi`) is opaque: the examples of all devices are gathered for
     it. Wrapped, it runs on each device's own examples. The result is wrong if `fun` mixes examples.
+    What `jax.vmap` or `jax.grad` make of it inside the loss counts as not wrapped.
 
     Args:
       fun: a function of arrays. Every array that it returns has the examples on dimension 0.
@@ -78,8 +85,12 @@ def by_examples(fun: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]
             return out
 
         flat.__name__ = f"{_PREFIX}{next(_numbers)}"
-        _calls[flat.__name__] = _Call(flat, [axis == 0 for axis in axes], place)
-        out = jax.jit(flat)(*leaves)
+        jitted = jax.jit(flat)
+        jaxpr = jitted.trace(*leaves).jaxpr
+        closes = len(jaxpr.in_avals) > len(leaves)
+        mapped = [axis == 0 for axis in axes]
+        _calls[flat.__name__] = _Call(flat, mapped, place, jaxpr, closes)
+        out = jitted(*leaves)
         wrong = [x.shape for x in out if (x.shape[:1],) != tuple(sizes)]
         if wrong:
             raise GShardError(
@@ -108,8 +119,9 @@ def _axes(in_axes: Any, args: tuple[Any, ...], place: str) -> list[Any]:
 
 
 def is_by_examples(eqn: Any) -> bool:
-    """Whether an equation is a call that `by_examples` wrapped."""
-    return eqn.primitive.name == JIT and eqn.params["name"] in _calls
+    """Whether an equation is a call that `by_examples` wrapped, as it was wrapped."""
+    call = _calls.get(eqn.params["name"]) if eqn.primitive.name == JIT else None
+    return call is not None and (call.closes or eqn.params["jaxpr"] is call.jaxpr)
 
 
 @rule(JIT)
@@ -118,7 +130,7 @@ def _called(given: Given) -> Decision:
     if not given.evaluator.of_examples:
         return given.all(REPLICATED)
     call = _calls[given.params["name"]]
-    if len(given.placements) != len(call.mapped):
+    if call.closes:
         raise GShardError(
             f"{given.evaluator.place(given.eqn)}: by_examples({call.place}) closes over traced "
             "values, such as parameters. Pass them as arguments, with in_axes=None."
