@@ -134,6 +134,8 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     """Registers a rule for the primitives of these names."""
 
     def register(found: Rule) -> Rule:
+        if twice := RULES.keys() & names:  # the order of imports would choose
+            raise ValueError(f"two rules for {twice}")
         RULES.update(dict.fromkeys(names, found))
         return found
 
