@@ -116,7 +116,7 @@ def user_line(eqn: Any) -> str:
 
 
 def as_traced(eqn: Any) -> AbstractContextManager[Any]:
-    """What is traced inside is of the user's line at which an equation was traced, if it has one."""
+    """Gives what is traced inside the user's line at which an equation was traced, if any."""
     if not user_line(eqn):
         return nullcontext()
     names = source_info_util.current_name_stack()

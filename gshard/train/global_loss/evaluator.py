@@ -34,6 +34,7 @@ from gshard.train.global_loss import (  # noqa: F401  the imports register the r
 )
 from gshard.train.global_loss.decide import decide, is_inlined
 from gshard.train.global_loss.draws import can_draw_part, iota_part, random_bits_part
+from gshard.train.global_loss.extremes import extreme_call
 from gshard.train.global_loss.own_collectives import (
     is_own_collective,
     is_own_sum,
@@ -163,6 +164,10 @@ class GlobalEvaluator:
     def _evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Value]:
         values = [self._value(v, x) for v, x in zip(eqn.invars, operands, strict=True)]
         name = eqn.primitive.name
+        if values and self._puts_off_extremes:
+            found = extreme_call(eqn, values[0].placement)
+            if found is not None:
+                return [self._extreme(eqn, values, found[0](values[0].array), found[1])]
         if is_inlined(self, eqn, [x.placement for x in values]):
             body, consts = body_of(eqn)
             with self._called_by(eqn):
@@ -183,8 +188,9 @@ class GlobalEvaluator:
             return [Value(REPLICATED, v.aval, source=source, summed=x) for v, x in results]
         if _is_from_nothing(eqn, values, decision):
             return [Value(REPLICATED, eqn.outvars[0].aval, None, (eqn, values), depends, positions)]
-        if decision.largest is not None and self.micro_batches > 1 and not self._takes_statistics:
-            return [self._extreme(eqn, values, decision)]
+        if decision.largest is not None and self._puts_off_extremes:
+            (own,) = bind(eqn, [self.convert(values[0], decision.operands[0], eqn)])
+            return [self._extreme(eqn, values, own, decision.largest)]
         if _is_quotient(eqn, values):
             return [self._quotient(eqn, values, depends)]
         with in_scope(eqn, "loss"):
@@ -213,10 +219,13 @@ class GlobalEvaluator:
                 f"{aval.shape}, which is {wanted}, and the result has {jnp.shape(x)}."
             )
 
-    def _extreme(self, eqn: Any, values: list[Value], decision: Decision) -> Value:
-        """A maximum over all micro-batches, which is known after the last."""
-        aval, largest = eqn.outvars[0].aval, bool(decision.largest)
-        own = bind(eqn, [self.convert(values[0], decision.operands[0], eqn)])[0]
+    @property
+    def _puts_off_extremes(self) -> bool:
+        return self.micro_batches > 1 and not self._takes_statistics
+
+    def _extreme(self, eqn: Any, values: list[Value], own: Any, largest: bool) -> Value:
+        """A maximum over all micro-batches, which is known after the last; `own` is of this one."""
+        aval = eqn.outvars[0].aval
         return Value(REPLICATED, aval, source=(eqn, values), depends=True, extreme=(own, largest))
 
     def _quotient(self, eqn: Any, values: list[Value], depends: bool) -> Value:

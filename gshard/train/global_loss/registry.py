@@ -33,6 +33,11 @@ class Evaluator(Protocol):
     gathers: int
     transfers: list[Transfer]
 
+    @property
+    def is_last(self) -> bool:
+        """Whether no other evaluation follows this one, over other axes."""
+        ...
+
     def arrays(
         self,
         jaxpr: Any,

@@ -91,9 +91,9 @@ TRANSFORMED = {
     "mapped as often as there are examples": lambda x: jax.vmap(MAPPED, 1, 1)(
         jnp.broadcast_to(x[:, None], (24, 24, 6))
     ).mean(1),
-    "mapped parameters": lambda x: jax.vmap(
-        gshard.by_examples(scaled, (0, None)), (None, 0)
-    )(x, jnp.arange(3.0)).mean(0),
+    "mapped parameters": lambda x: jax.vmap(gshard.by_examples(scaled, (0, None)), (None, 0))(
+        x, jnp.arange(3.0)
+    ).mean(0),
     "second derivative": lambda x: jax.jvp(jax.grad(lambda x: MAPPED(x).sum()), (x,), (x,))[1],
     "recomputed": jax.checkpoint(MAPPED),
     "in a loop": lambda x: jax.lax.scan(lambda c, _: (MAPPED(c), None), x, None, 2)[0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -58,8 +59,6 @@ def test_auxiliary_outputs(semantics):
 
     state, plan = sharded(params, sequence=4)
     options = {"has_aux": True, "loss_semantics": semantics, "micro_batches": 2}
-    if semantics == "global":
-        options["micro_batches"] = 1  # the largest of all examples
     aux = gshard.make_train_step(loss, plan, **options)(state, batch())[1]["aux"]
     wanted = loss(params, batch())[1]
     np.testing.assert_allclose(aux["largest"], wanted["largest"].value, rtol=1e-5)
@@ -68,6 +67,37 @@ def test_auxiliary_outputs(semantics):
     np.testing.assert_allclose(aux["tokens"], wanted["tokens"].value)
     masked = wanted["masked"]
     np.testing.assert_allclose(aux["masked"], masked.sum / masked.weight, rtol=1e-5)
+
+
+EXTREMES = {
+    "largest": lambda x: x.max(),
+    "smallest": lambda x: (x - 3).min(),
+    "of integers": lambda x: jnp.floor(8 * x).astype(jnp.int32).max(),
+    "any": lambda x: jnp.any(x > 4.5),
+    "all": lambda x: jnp.all(x > 1e-6),
+    "not a number": lambda x: jnp.where(x > 4.5, jnp.nan, x).max(),
+    "of sequences, in a mean": lambda x: x.max(1).mean(),
+    "of one example": lambda x: (x.max(1) - x.min(1)).max(),
+}
+
+
+@pytest.mark.parametrize("mesh", [{"sequence": 4}, {"sequence": 2, "replica": 2}])
+def test_extremes_of_all_micro_batches(mesh):
+    params = init(Model())
+
+    def loss(params, batch):
+        found = losses(Model(), params, batch)
+        extremes = {name: extreme(found) for name, extreme in EXTREMES.items()}
+        return found.mean() + found.max(1).mean(), extremes
+
+    state, plan = sharded(params, "os", **mesh)
+    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=3)
+    _, metrics = step(state, batch())
+    value, wanted = jax.jit(loss)(params, batch())
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    assert wanted["any"] and np.isnan(wanted["not a number"])
+    for name, x in wanted.items():
+        np.testing.assert_allclose(metrics["aux"][name], x, rtol=1e-5, err_msg=name)
 
 
 def test_a_loader_and_steps_with_adam():
