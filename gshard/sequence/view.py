@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -33,16 +33,20 @@ class Call:
         whether the device has its tokens in zig-zag order (`order=`).
       jaxpr: what it computes on one device. A call of the same name and another jaxpr is what a
         transformation inside the loss has made of it, such as `jax.vmap` or `jax.grad`.
+      traced: the function that was traced.
       dims: the dimension of the sequence of each operand, None for one without.
       result: that of the result.
       name: that of the operation.
+      mapped: of jaxprs that were compared with what `jax.vmap` makes of it, the mapped dimensions.
     """
 
     run: Callable[..., Any]
     jaxpr: Any
+    traced: Callable[..., Any]
     dims: Sequence[int | None]
     result: int
     name: str
+    mapped: dict[Any, Any] = field(default_factory=dict, compare=False)
 
 
 @contextmanager
@@ -98,7 +102,7 @@ def of_slices(dims: dict[str, int], result: int) -> Callable[..., Any]:
             call.__name__ = f"{_PREFIX}{fun.__name__}_{next(_numbers)}"
             jitted, arrays = jax.jit(call), [given[name] for name in names]
             jaxpr, own = jitted.trace(*arrays).jaxpr, [*map(dims.get, names)]
-            _calls[call.__name__] = Call(run, jaxpr, own, result, fun.__name__)
+            _calls[call.__name__] = Call(run, jaxpr, jitted, own, result, fun.__name__)
             return jitted(*arrays)
 
         return wrapped

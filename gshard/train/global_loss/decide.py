@@ -51,7 +51,7 @@ def _decide(given: Given) -> Decision:
         return given.all(REPLICATED)
     call = sequence_call(given.evaluator, given.eqn, given.placements)
     if call is not None:
-        return decide_sequence_call(given, call)
+        return decide_sequence_call(given, *call)
     for attempt in _attempts(given):
         found = _by_rule(attempt)
         if found is not None:

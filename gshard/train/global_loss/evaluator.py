@@ -51,6 +51,7 @@ from gshard.train.global_loss.placement import (
 )
 from gshard.train.global_loss.positions import of_literal, positions_of
 from gshard.train.global_loss.registry import Decision
+from gshard.train.global_loss.sequence_calls import warn_of_transformed
 from gshard.train.global_loss.shape_rules import acts_by_entry
 from gshard.train.global_loss.transfers import Transfer, needed_by
 from gshard.train.global_loss.value import Value
@@ -169,6 +170,7 @@ class GlobalEvaluator:
             if found is not None:
                 return [self._extreme(eqn, values, found[0](values[0].array), found[1])]
         if is_inlined(self, eqn, [x.placement for x in values]):
+            warn_of_transformed(self, eqn, [x.placement for x in values])
             body, consts = body_of(eqn)
             with self._called_by(eqn):
                 return self.evaluate(body, consts, values)

@@ -77,13 +77,13 @@ def transfers(loss, params, **how):
     return step
 
 
-def of_kind(step, kind):
+def of_kind(step, kind, file="models.py"):
     """Elements on one device, by the operation."""
     found: Counter[str] = Counter()
     for x in step.loss_transfers:
         if x.kind == kind:
             assert x.axes == ("sequence",)
-            assert x.line.startswith("models.py:"), x
+            assert x.line.startswith(f"{file}:"), x
             found[x.operation] += x.elements * x.times
     return found
 
@@ -225,27 +225,103 @@ def attended_start(x):
     return x + gshard.sequence.attention(start, start, start).mean((1, 2, 3))[:, None, None]
 
 
-USES = {
+def attended_heads(x):
+    """Heads on a mapped dimension; the keys of all of them are the same."""
+    queries, keys = x.reshape(B, T, 4, -1), x[..., :4][:, :, None]
+
+    def of_head(q):
+        return gshard.sequence.attention(q[:, :, None], keys, keys, by="gather", causal=True)[
+            :, :, 0
+        ]
+
+    return jax.vmap(of_head, 2, 2)(queries).reshape(x.shape)
+
+
+def attended_documents(x):
+    """Every mapped entry has its own documents, and a mask for all of its examples."""
+    heads = jnp.stack([x, jnp.sin(x)], 1).reshape(B, 2, T, 4, -1)
+    documents = jnp.arange(T) // jnp.array([[5], [7]])
+    masks = jnp.arange(T) % jnp.array([[3], [4]]) > 0
+
+    def of_one(heads, documents, mask):
+        documents, mask = (jnp.broadcast_to(x, (B, T)) for x in (documents, mask))
+        mask = jnp.broadcast_to(mask[:1, None, None], (1, 1, T, T))
+        return gshard.sequence.attention(heads, heads, heads, segment_ids=documents, mask=mask)
+
+    out = jax.vmap(of_one, (1, 0, 0), 3)(heads, documents, masks)
+    return out.sum(3).reshape(x.shape)
+
+
+def heads_of_mapped_examples(x):
+    def of_row(row):
+        def of_head(q):
+            return gshard.sequence.attention(*3 * [q[None, :, None]], causal=True)[0, :, 0]
+
+        return jax.vmap(of_head, 1, 1)(row.reshape(T, 4, -1)).reshape(row.shape)
+
+    return jax.vmap(of_row)(x)
+
+
+FOLDED = {
     "mapped examples": next_rows,
     "mapped in front": next_of_two,
     "attention of mapped examples": attended_rows,
+    "attention of mapped heads": attended_heads,
+    "attention of mapped documents": attended_documents,
+    "as many as the examples": lambda x: jax.vmap(gshard.sequence.shift_left, 1, 2)(
+        jnp.stack([x] * B, 1) * jnp.arange(B)[:, None, None] / B
+    ).mean(2),
+}
+GATHERED = {
     "derivative": energy_gradient,
     "derivative of the user's own": doubled_shift,
+    "heads of mapped examples": heads_of_mapped_examples,
+}
+USES = {
+    **FOLDED,
+    **GATHERED,
     "replicated operands": attended_start,
     "traced fill": lambda x: gshard.sequence.shift_left(x, fill=x.mean()),
 }
 
 
-@pytest.mark.parametrize("order", quick(["contiguous", "zigzag"], ["zigzag"]))
-@pytest.mark.parametrize("use", USES)
-def test_operations_that_jax_transforms(use, order):
+def loss_with(use):
     def loss(params, batch):
         x = jnp.tanh(params["embedding"])[batch["x"]]
         return jnp.mean(jnp.square(USES[use](x) @ params["out"] - x))
 
     rng = np.random.default_rng(0)
     params = {"embedding": rng.normal(size=(V, D)), "out": rng.normal(size=(D, D)) / 5}
-    params = jax.tree.map(lambda x: x.astype(np.float32), params)
+    return loss, jax.tree.map(lambda x: x.astype(np.float32), params)
+
+
+@pytest.mark.filterwarnings("ignore:gshard.sequence.* is transformed inside the loss")
+@pytest.mark.parametrize("order", quick(["contiguous", "zigzag"], ["zigzag"]))
+@pytest.mark.parametrize("use", USES)
+def test_operations_that_jax_transforms(use, order):
+    loss, params = loss_with(use)
     state, plan = sharded(params, sequence=4, order=order)
     found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, batch())
     assert_gradients(loss, params, found)
+
+
+GATHERS = {  # elements on one device, of an operation that gathers anyhow
+    "attention of mapped heads": B // 2 * T * 4 * (4 + 4),  # by="gather"
+    "attention of mapped documents": B // 2 * T * 2,  # the numbers of the documents
+}
+
+
+@pytest.mark.parametrize("use", quick(FOLDED, ["mapped in front", "attention of mapped documents"]))
+def test_vmap_of_an_operation_gathers_nothing(use):
+    loss, params = loss_with(use)
+    gathered = of_kind(transfers(loss, params), "all-gather", "test_operations.py")
+    assert gathered.total() == GATHERS.get(use, 0)
+
+
+@pytest.mark.parametrize("use", quick(GATHERED, ["derivative"]))
+def test_what_is_gathered_for_a_derivative_is_said(use):
+    loss, params = loss_with(use)
+    state, plan = sharded(params, sequence=4)
+    line = r"gshard.sequence.(attention|shift_left) at .*test_operations.py:\d+ is transformed"
+    with pytest.warns(gshard.GShardWarning, match=line):
+        gshard.make_train_step(loss, plan).lower(state, batch())
