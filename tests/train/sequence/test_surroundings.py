@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import gshard
+from gshard.analysis.monitor.mfu import model_flops
 from tests.processes import run_workers
 from tests.train.sequence.models import (
     Model,
@@ -141,6 +142,35 @@ def test_a_checkpoint_goes_to_another_number_of_sequence_devices(tmp_path):
         np.testing.assert_allclose(
             metrics["loss"], on_one_device(loss, gshard.full_params(state), batch())[0], rtol=1e-5
         )
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("by", ["ring", "ulysses"])
+def test_model_flops_are_those_of_one_device(by, order):
+    """Of contiguous slices the last device attends to all others, and the first to itself alone."""
+
+    def loss(params, batch):
+        heads = (batch @ params["w"]).reshape(2, 2048, 4, 8)
+        out = gshard.sequence.attention(heads, heads, heads, causal=True, by=by, block_size=256)
+        return out.mean()
+
+    params = {"w": np.ones((16, 32), np.float32)}
+    examples = np.ones((2, 2048, 16), np.float32)
+    found = []
+    for mesh in ({"sequence": 4}, {"devices": 1}):
+        state, plan = sharded(params, order=order if "sequence" in mesh else "contiguous", **mesh)
+        step = gshard.make_train_step(loss, plan)
+        flops = model_flops(step, gshard.shard_batch(examples, plan))
+        found.append(plan.mesh.size * sum(flops.values()))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_the_audit_says_what_is_sent_for_the_loss():
+    model = Model(how=(("by", "ring"), ("causal", True)))
+    params = init(model)
+    state, plan = sharded(params, "os", sequence=4)
+    report = gshard.audit(gshard.make_train_step(loss_of(model), plan), state, batch())
+    assert {x.purpose for x in report.collectives if x.kind == "collective-permute"} == {"loss"}
 
 
 class Attending(nnx.Module):
