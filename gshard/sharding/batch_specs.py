@@ -106,10 +106,13 @@ def _check(path: str, shape: Sequence[int], dim: int, group: Group, slices: int)
         fitting = [n for n in (length // size * size, (length // size + 1) * size) if n]
         order = " in zig-zag order, which takes two slices each" if slices > 1 else ""
         over = f"{group.sequence} devices of the sequence axis{order}"
+        another = "or as many devices as divide them"
+        if length % group.sequence == 0:
+            another = "or sequence_order='contiguous'"
         raise GShardError(
             f"{where} has shape {list(shape)}: its sequences of {length} (dimension {dim}) cannot "
             f"be shared by the {over}. Use sequences of {' or '.join(map(str, fitting))}, padded "
-            "and with a mask in the loss, or as many devices as divide them. (Targets that are "
+            f"and with a mask in the loss, {another}. (Targets that are "
             "inputs shifted by one: pass both, tokens[:, :-1] and tokens[:, 1:], or one array and "
             "shift in the loss. Dimension 1 is no sequence, such as that of one-hot labels: "
             "pass it as dimension 2, labels[:, None], or name the sequences of the batch, "
