@@ -35,6 +35,7 @@ from gshard.train.global_loss import (  # noqa: F401  the imports register the r
 from gshard.train.global_loss.decide import decide, is_inlined
 from gshard.train.global_loss.draws import can_draw_part, iota_part, random_bits_part
 from gshard.train.global_loss.extremes import extreme_call
+from gshard.train.global_loss.halo import with_padding
 from gshard.train.global_loss.own_collectives import (
     is_own_collective,
     is_own_sum,
@@ -123,6 +124,7 @@ class GlobalEvaluator:
 
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
         """Evaluates a jaxpr, which is not closed; its results are held as the rules say."""
+        jaxpr = jaxpr if self.of_examples else with_padding(jaxpr)
         run = self._evaluate_equation if self.is_last else self._evaluate_with_its_line
         out = evaluate(jaxpr, consts, values, run)
         return [self._value(v, x) for v, x in zip(jaxpr.outvars, out, strict=True)]

@@ -168,6 +168,81 @@ def test_loops_over_slices_with_a_running_result(how):
     assert bool(gathered) == (how != "sum")
 
 
+def convolution(x, size, padding, dilation=1, groups=1):
+    kernel = jnp.cos(jnp.arange(size * D // groups * D)).reshape(size, D // groups, D)
+    numbers = ("NWC", "WIO", "NWC")
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1,), padding, rhs_dilation=(dilation,), dimension_numbers=numbers,
+        feature_group_count=groups,
+    )  # fmt: skip
+
+
+def padded_convolution(x):
+    """As Flax does for `padding="CAUSAL"`."""
+    return convolution(jnp.pad(x, ((0, 0), (2, 0), (0, 0))), 3, "VALID")
+
+
+CONVOLUTIONS = {  # and how many positions a device sends for each of its slices
+    "causal": (lambda x: convolution(x, 4, [(3, 0)]), 3),
+    "of both sides": (lambda x: convolution(x, 4, "SAME"), 1 + 2),
+    "of what follows": (lambda x: convolution(x, 2, [(0, 1)]), 1),
+    "dilated": (lambda x: convolution(x, 3, "SAME", dilation=2), 2 + 2),
+    "of each feature": (lambda x: convolution(x, 4, [(3, 0)], groups=D), 3),
+    "padded before": (padded_convolution, 2),
+    "in a loop": (
+        lambda x: jax.lax.scan(lambda c, _: (jax.checkpoint(padded_convolution)(c) / 9, c.mean()),
+                               x, None, 3)[0], 3 * 2),
+    "as wide as a slice": (lambda x: convolution(x, T // 8 + 1, [(T // 8, 0)]), T // 8),
+}  # fmt: skip
+OTHERS = {
+    "strides": lambda x: convolution(x, 3, "SAME")[:, ::2],
+    "wider than a slice": lambda x: convolution(x, T // 4 + 2, [(T // 4 + 1, 0)]),
+    "padded for two": lambda x: (y := jnp.pad(x, ((0, 0), (2, 0), (0, 0))))[:, 1:-1] * convolution(
+        y, 3, "VALID"
+    ),
+    "not padded": lambda x: convolution(x, 3, "VALID"),
+    "padded with ones": lambda x: convolution(
+        jnp.pad(x, ((0, 0), (2, 0), (0, 0)), constant_values=1), 3, "VALID"
+    ),
+}  # fmt: skip
+
+
+def convolved(use):
+    def loss(params, batch):
+        x = jnp.tanh(params["embedding"])[batch["x"]]
+        return jnp.square(use(x) @ params["out"]).mean() + x.mean()
+
+    rng = np.random.default_rng(0)
+    params = {"embedding": rng.normal(size=(V, D)), "out": rng.normal(size=(D, D)) / 5}
+    return loss, jax.tree.map(lambda x: x.astype(np.float32), params)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("how", quick(CONVOLUTIONS, ["of both sides", "padded before"]))
+def test_convolutions_send_what_their_kernel_reaches(how, order):
+    use, sent = CONVOLUTIONS[how]
+    loss, params = convolved(use)
+    state, plan = sharded(params, sequence=4, order=order)
+    found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, batch())
+    assert_gradients(loss, params, found)
+    step = transfers(loss, params, order=order)
+    assert not of_kind(step, "all-gather")
+    permuted = [x for x in step.loss_transfers if x.operation == "conv_general_dilated"]
+    slices = 1 if order == "contiguous" else 2
+    assert sum(x.elements * x.times for x in permuted) == B // 2 * D * sent * slices
+    assert all(x.kind == "collective-permute" for x in permuted)
+    assert all(x.line.startswith("test_operations.py:") for x in permuted)
+
+
+@pytest.mark.parametrize("order", quick(["contiguous", "zigzag"], ["zigzag"]))
+@pytest.mark.parametrize("how", quick(OTHERS, ["padded for two", "padded with ones"]))
+def test_other_convolutions_match_one_device(how, order):
+    loss, params = convolved(OTHERS[how])
+    state, plan = sharded(params, sequence=4, order=order)
+    found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, batch())
+    assert_gradients(loss, params, found)
+
+
 def of_kind_in(step, state, kind):
     step.lower(state, batch())
     return [x for x in step.loss_transfers if x.kind == kind]
