@@ -40,7 +40,7 @@ def extreme_call(eqn: Any, placement: Placement) -> tuple[Callable[..., Any], bo
 
     `placement` is that of its operand. A maximum over positions alone is no such call.
     """
-    name = eqn.params["name"] if eqn.primitive.name == JIT else None
+    name = eqn.params["name"] if eqn.primitive.name == JIT else ""
     jaxpr, call, dims, largest = _calls.get(name, (None, None, (), False))
     if call is None or eqn.params["jaxpr"] is not jaxpr or placement.dim not in dims:
         return None

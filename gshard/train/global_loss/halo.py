@@ -113,9 +113,10 @@ def _zeros_added(eqn: Any) -> Sequence[tuple[int, int, int]] | None:
     if eqn.primitive.name != JIT:
         return None
     body, _ = body_of(eqn)
-    *casts, last = body.eqns or [None]
-    alone = last is not None and last.primitive.name == "pad" and last.outvars == body.outvars
-    if not alone or last.invars[0] is not body.invars[0]:
+    if not body.eqns or body.eqns[-1].outvars != body.outvars:
+        return None
+    *casts, last = body.eqns
+    if last.primitive.name != "pad" or last.invars[0] is not body.invars[0]:
         return None
     zeros = [body.invars[1], *(cast.outvars[0] for cast in casts)]
     if any(x.primitive.name != "convert_element_type" or x.invars[0] not in zeros for x in casts):

@@ -243,6 +243,27 @@ def test_other_convolutions_match_one_device(how, order):
     assert_gradients(loss, params, found)
 
 
+PICKED = {
+    "first": lambda x: x[:, 0],
+    "last": lambda x: x[:, -1:],
+    "across a seam": lambda x: x[:, 10:14],
+    "with strides": lambda x: x[2:, 7:40:5],
+    "backwards": lambda x: x[:, 20:7:-4],
+}
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("how", quick(PICKED, ["last", "with strides"]))
+def test_few_positions_are_not_gathered_for(how, order):
+    loss, params = convolved(PICKED[how])
+    state, plan = sharded(params, sequence=4, order=order)
+    found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, batch())
+    assert_gradients(loss, params, found)
+    step = transfers(loss, params, order=order)
+    assert not of_kind(step, "all-gather")
+    assert 0 < of_kind(step, "all-reduce", "test_operations.py")["slice"] <= B // 2 * D * 13
+
+
 def of_kind_in(step, state, kind):
     step.lower(state, batch())
     return [x for x in step.loss_transfers if x.kind == kind]
