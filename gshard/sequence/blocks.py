@@ -225,7 +225,7 @@ class Attend(NamedTuple):
         scores = _product("BqKGE,BkKE->BKGqk", q_BxqxKxGxE, k_BxkxKxE) * self.scale
         return q_BxqxKxGxE, k_BxkxKxE, v_BxkxKxE, scores
 
-    def forward(self, queries: Queries, keys: Keys, seen: Softmax, pairs: Any) -> Softmax:
+    def forward(self, queries: Queries, keys: Keys, seen: Softmax, pairs: Pairs) -> Softmax:
         """Adds what the queries see of some keys."""
         take, put = self.blocks.take, self.blocks.put
 
@@ -257,7 +257,7 @@ class Attend(NamedTuple):
         keys: Keys,
         known: Known,
         grads: tuple[jax.Array, jax.Array],
-        pairs: Any,
+        pairs: Pairs,
     ) -> tuple[jax.Array, jax.Array]:
         """Adds what some pairs contribute to the gradients of the queries, and keys and values."""
         take, put = self.blocks.take, self.blocks.put
@@ -284,11 +284,11 @@ class Attend(NamedTuple):
         return _over_pairs(pair, grads, pairs)
 
 
-def _over_pairs(pair: Any, carry: Any, pairs: Any) -> Any:
+def _over_pairs(pair: Any, carry: Any, pairs: Pairs) -> Any:
     """Runs over pairs of blocks, one after the other."""
     if len(pairs) <= 1:
         for one in pairs:
             carry, _ = pair(carry, one)
         return carry
-    carry, _ = lax.scan(pair, carry, tuple(jnp.asarray(pairs, jnp.int32).T))
+    carry, _ = lax.scan(pair, carry, tuple(jnp.array(pairs, jnp.int32).T))
     return carry

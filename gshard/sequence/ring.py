@@ -182,13 +182,12 @@ def _backward(ring: Ring, kept: Any, d_out_BxqxKxGxE: jax.Array) -> Any:
         keys = _keys(ring, kv_BxkxKxF, inputs, shift)
         d_kv = jnp.zeros_like(kv_BxkxKxF, d_q.dtype) if d_kv is None else d_kv
 
-        def chosen(pairs: Pairs) -> Pairs:
-            if third == "all":
-                return pairs
-            return tuple(x for n, x in enumerate(pairs) if (n % 3 == 0) == (third == "first"))
+        def add(grads: Any, pairs: Pairs) -> Any:
+            if third != "all":
+                pairs = tuple(x for x in pairs if (x[1] % 3 == 0) == (third == "first"))
+            return ring.attend.backward(queries, keys, known, grads, pairs)
 
-        add = partial(ring.attend.backward, queries, keys, known)
-        d_q, d_kv = _on_pairs(ring, inputs, shift, add, (d_q, ring.blocks.padded(d_kv)), chosen)
+        d_q, d_kv = _on_pairs(ring, inputs, shift, add, (d_q, ring.blocks.padded(d_kv)))
         return d_q, ring.blocks.unpadded(d_kv)
 
     d_q = jnp.zeros_like(queries.q_BxqxKxGxE, normaliser.dtype)
@@ -309,26 +308,16 @@ def _set(
 
 
 def _on_pairs(
-    ring: Ring,
-    inputs: Inputs,
-    shift: Any,
-    add: Callable[[Any, Any], Any],
-    carry: Any,
-    chosen: Callable[[Pairs], Pairs] = tuple,
+    ring: Ring, inputs: Inputs, shift: Any, add: Callable[[Any, Pairs], Any], carry: Any
 ) -> Any:
-    """Adds the `chosen` pairs of blocks that meet.
-
-    Devices may differ, but none communicates in here.
-    """
+    """Adds the pairs of blocks that meet; devices may differ, but none communicates in here."""
     if isinstance(shift, int) and shift == 0:
-        return add(carry, chosen(ring.own_pairs()))
-    near, wrapped = map(chosen, ring.pairs(shift))
+        return add(carry, ring.own_pairs())
+    near, wrapped = ring.pairs(shift)
     if near == wrapped:
         return add(carry, near)
     before = inputs.own - shift
     on_this_side = (before >= 0) & (before < ring.devices)
-    if len(near) == len(wrapped):  # a condition would need memory for what it is given and returns
-        return add(carry, jnp.where(on_this_side, jnp.array(near), jnp.array(wrapped)))
     # Over all hops, as many devices take one side as the other: so FLOPs are counted (MFU).
     scope = nullcontext() if ring.masking.window else jax.named_scope(EVEN)
     with scope:
