@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import source_info_util
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
@@ -112,6 +113,14 @@ def user_line(eqn: Any) -> str:
         if not is_library(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}"
     return ""
+
+
+def as_traced(eqn: Any) -> AbstractContextManager[Any]:
+    """Gives what is traced inside the user's line at which an equation was traced, if any."""
+    if not user_line(eqn):
+        return nullcontext()
+    names = source_info_util.current_name_stack()
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
 
 
 class Bindings:

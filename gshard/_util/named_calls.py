@@ -36,24 +36,37 @@ class _Known(Generic[T]):
     behind: T
 
 
-def call_by_name(what: str, fun: Callable[..., Any], arrays: Sequence[Any], behind: Any) -> Any:
-    """Calls `fun(*arrays)` by a name of its own, under which `behind` is remembered."""
+def call_by_name(
+    what: str,
+    fun: Callable[..., Any],
+    arrays: Sequence[Any],
+    behind: Callable[[Callable[..., Any], Any], Any],
+) -> Any:
+    """Calls `fun(*arrays)` by a name of its own.
+
+    Remembered by that name is `behind(traced, jaxpr)`, of the function that is called and its
+    jaxpr.
+    """
 
     def named(*arrays: Any) -> Any:
         return fun(*arrays)
 
     named.__name__ = f"gshard_call_{next(_numbers)}"
     jitted = jax.jit(named)
-    _calls[named.__name__] = _Known(what, jitted.trace(*arrays).jaxpr, behind)
+    jaxpr = jitted.trace(*arrays).jaxpr
+    _calls[named.__name__] = _Known(what, jaxpr, behind(jitted, jaxpr))
     return jitted(*arrays)
 
 
-def behind_call(eqn: Any, kind: type[T]) -> T | None:
-    """Returns what is behind an equation, if it is of this kind and was not transformed."""
+def behind_call(eqn: Any, kind: type[T], transformed: bool = False) -> T | None:
+    """Returns what is behind an equation, if it is of this kind.
+
+    Without `transformed` it is None for what a transformation has made of a call.
+    """
     known = _calls.get(eqn.params["name"]) if eqn.primitive.name == JIT else None
-    if known is None or eqn.params["jaxpr"] is not known.jaxpr:
+    if known is None or not isinstance(known.behind, kind):
         return None
-    return known.behind if isinstance(known.behind, kind) else None
+    return known.behind if transformed or eqn.params["jaxpr"] is known.jaxpr else None
 
 
 def name_of(eqn: Any) -> str:

@@ -16,6 +16,7 @@ from gshard.analysis.hlo import Array, Collective, CompiledProgram, read_program
 from gshard.sharding.budget import Budget
 from gshard.sharding.nodes import Nodes, groups_along, nodes_of
 from gshard.sharding.plan import Plan
+from gshard.train.global_loss.transfers import NEEDED_BY
 
 _SCOPE = re.compile(r"\bgshard/(\w+)")
 # A user's own collective: the name of its primitive is the end of its name stack.
@@ -179,6 +180,8 @@ def _purpose(kind: str, op_name: str) -> str:
     """
     scopes: list[str] = _SCOPE.findall(op_name)
     purpose = scopes[-1] if scopes else "user" if _WRITTEN.search(op_name) else "compiler"
+    if not scopes and NEEDED_BY.search(op_name):  # by the loss, over a sequence or expert axis
+        return "loss"
     summed = kind == "reduce-scatter" or op_name.endswith(("/reduce_scatter", "/add"))
     if purpose == "gather" and summed:
         return "scatter"

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from gshard.analysis.aot.target import Target
 from gshard.analysis.calibration import Calibration
 from gshard.analysis.memory.program import FREE, Op, TracedProgram
+from gshard.sequence.ring import EVEN
 
 # Shares of a chip's peak that programs reach: products of large matrices 60 to 70 % on GPUs and
 # TPUs (scaling book, chapters 1 and 12), streams through memory about 80 %.
@@ -157,7 +158,8 @@ def flops_of(program: TracedProgram, recomputed: bool = True) -> dict[str, float
 
     A loop body counts as often as it runs, or once if that is unknown; a condition counts its most
     expensive branch. Zeros that pad or dilate the input of a convolution are multiplied too. What
-    `jax.checkpoint` computes a second time counts if `recomputed` is true.
+    `jax.checkpoint` computes a second time counts if `recomputed` is true; if not, hops of
+    attention that some devices of a sequence axis skip count for the others alone.
 
     Returns:
       FLOPs by name of the dtype that is multiplied.
@@ -168,9 +170,12 @@ def flops_of(program: TracedProgram, recomputed: bool = True) -> dict[str, float
             continue
         if op.bodies:
             bodies = [flops_of(body, recomputed) for body in op.bodies]
-            dearest = max(bodies, key=lambda body: sum(body.values()))
-            for dtype, count in dearest.items():
-                found[dtype] += op.trips * count
+            if not recomputed and op.name == "cond" and EVEN in op.where:
+                taken, times = bodies, op.trips / len(bodies)
+            else:
+                taken, times = [max(bodies, key=lambda body: sum(body.values()))], op.trips
+            for dtype, count in (pair for body in taken for pair in body.items()):
+                found[dtype] += times * count
         elif count := flops_of_op(op, program):
             found[str(program.values[op.ins[0]].dtype)] += count
     return dict(found)

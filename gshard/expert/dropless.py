@@ -109,7 +109,7 @@ def _call(fun: Callable[..., Any], structure: Any, arrays: Sequence[Any]) -> jax
 
     if not any(isinstance(x, core.Tracer) for x in arrays):
         return call(*arrays)
-    return call_by_name("gshard.expert.dropless", call, arrays, Call(fun, structure))
+    return call_by_name("gshard.expert.dropless", call, arrays, lambda *_: Call(fun, structure))
 
 
 def _add_up(fun: Callable[..., Any], structure: Any, arrays: Sequence[Any]) -> jax.Array:

@@ -195,8 +195,8 @@ def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array, devices: int) -> Non
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise GShardError(
-                f"{name} has shape {x.shape}: it needs four dimensions, (batch, tokens of this "
-                "device, heads, features)."
+                f"{name} has shape {x.shape}: it needs four dimensions, (batch, tokens, heads, "
+                "features)."
             )
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise GShardError(f"{name} has dtype {x.dtype}: pass floating-point numbers.")
@@ -204,10 +204,18 @@ def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array, devices: int) -> Non
             raise GShardError(
                 f"{name} has dtype {x.dtype} and q has {q.dtype}: cast them to one dtype."
             )
-        if x.shape[:2] != q.shape[:2]:
+        if x.shape[0] != q.shape[0]:
             raise GShardError(
-                f"{name} has shape {x.shape} and q has {q.shape}: batch and tokens must be equal, "
-                "as both are this device's slice of the same sequence."
+                f"{name} has shape {x.shape} and q has {q.shape}: the batch (dimension 0) must be "
+                "equal."
+            )
+        if x.shape[1] != q.shape[1]:
+            raise GShardError(
+                f"{name} has {x.shape[1]} tokens (dimension 1) and q has {q.shape[1]}: "
+                "gshard.sequence.attention is that of a sequence to itself. For queries of another "
+                "length (cross-attention, a cache of keys) use jax.nn.dot_product_attention, which "
+                "works in a step with sequence= too and gathers the keys and values; or pad q or k "
+                "and v, with mask= for the keys that count."
             )
     if k.shape[2] != v.shape[2]:
         raise GShardError(
@@ -281,9 +289,10 @@ def _checked_mask(mask: Any, q: jax.Array, devices: int) -> jax.Array | None:
     if mask.dtype != bool:
         raise GShardError(f"mask has dtype {mask.dtype}: pass booleans, True to attend.")
     if mask.ndim != 4 or any(x not in y for x, y in zip(mask.shape, wanted, strict=True)):
+        queries = "queries of this device, all keys" if devices > 1 else "queries, keys"
         raise GShardError(
             f"mask has shape {mask.shape}: it must be ({batch} or 1, {heads} or 1, {tokens}, "
-            f"{tokens * devices}), that is batch, heads, queries of this device, all keys."
+            f"{tokens * devices}), that is batch, heads, {queries}."
         )
     return mask
 
@@ -295,7 +304,7 @@ def _checked_segments(segment_ids: Any, q: jax.Array) -> jax.Array | None:
     if segment_ids.shape != q.shape[:2] or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise GShardError(
             f"segment_ids is {segment_ids.dtype} of shape {segment_ids.shape}: it must be "
-            f"integers of shape {q.shape[:2]}, one number for each token of this device."
+            f"integers of shape {q.shape[:2]}, one number for each token of q."
         )
     return segment_ids
 

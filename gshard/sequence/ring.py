@@ -10,6 +10,7 @@ pass keeps only what a device owns: its queries, keys, values and outputs, whate
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from gshard.sequence.collectives import gather, index, rotate, scatter_sum
 from gshard.sequence.order import positions_of
 
 SAVED = "sequence_attention"  # the name of outputs and normalisers, for a policy of remat
+EVEN = "half_of_the_devices"  # the scope of hops of which devices skip as many as they take
 UNROLLED = 8  # hops that differ in what they see; a loop beyond
 
 
@@ -316,7 +318,10 @@ def _on_pairs(
         return add(carry, near)
     before = inputs.own - shift
     on_this_side = (before >= 0) & (before < ring.devices)
-    return lax.cond(on_this_side, lambda x: add(x, near), lambda x: add(x, wrapped), carry)
+    # Over all hops, as many devices take one side as the other: so FLOPs are counted (MFU).
+    scope = nullcontext() if ring.masking.window else jax.named_scope(EVEN)
+    with scope:
+        return lax.cond(on_this_side, lambda x: add(x, near), lambda x: add(x, wrapped), carry)
 
 
 def _repeat(ring: Ring, start: int, end: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:

@@ -12,7 +12,8 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,11 +32,17 @@ class Call:
         whether the device has its tokens in zig-zag order (`order=`).
       dims: the dimension of the sequence of each operand, None for one without.
       result: that of the result.
+      traced: the function that was traced.
+      jaxpr: what it computes on one device.
+      mapped: of jaxprs that were compared with what `jax.vmap` makes of it, the mapped dimensions.
     """
 
     run: Callable[..., Any]
     dims: Sequence[int | None]
     result: int
+    traced: Callable[..., Any]
+    jaxpr: Any
+    mapped: dict[Any, Any] = field(default_factory=dict, compare=False)
 
 
 @contextmanager
@@ -74,8 +81,8 @@ def of_slices(dims: dict[str, int], result: int) -> Callable[..., Any]:
             def run(*arrays: Any, **more: Any) -> Any:
                 return fun(**{**static, **dict(zip(names, arrays, strict=True)), **more})
 
-            call = Call(run, [*map(dims.get, names)], result)
-            arrays = [given[name] for name in names]
+            own, arrays = [*map(dims.get, names)], [given[name] for name in names]
+            call = partial(Call, run, own, result)
             return call_by_name(f"gshard.sequence.{fun.__name__}", run, arrays, call)
 
         return wrapped

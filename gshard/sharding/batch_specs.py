@@ -2,18 +2,48 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, did_you_mean, some, warn
 from gshard._util.pytree import flatten, subscript
+from gshard._util.text import bytes_of
+from gshard._util.validation import pattern, shown
 from gshard.sharding.group import Group
 from gshard.sharding.topology import SEQUENCE
 
+SequenceDims = Mapping[str, int | None]
+_EXAMPLE = "sequence_dims={'frames': 2}"
 
-def sequence_dims(batch: Any, group: Group, slices: int = 1) -> list[int | None]:
+
+def checked_sequence_dims(given: Any, group: Group) -> SequenceDims:
+    """Refuses what is no mapping from patterns to dimensions, and warns where it has no effect."""
+    if given is None:
+        return {}
+    dims = list(given.values()) if isinstance(given, Mapping) else [0]
+    if any(x is not None and (not isinstance(x, int) or x is True or x < 1) for x in dims):
+        raise GShardError(
+            f"sequence_dims={shown(given)} must map path patterns of the batch to the dimension of "
+            f"the sequence, from 1 on, or to None, such as {_EXAMPLE}."
+        )
+    for text in given:
+        pattern(text, "sequence_dims")
+    if given and group.sequence == 1:
+        warn(
+            f"sequence_dims={shown(given)} changes nothing on a mesh without a sequence axis. "
+            "Leave it out, or make one: gshard.make_mesh(sequence=4)."
+        )
+    return given
+
+
+def sequence_dims(
+    batch: Any, group: Group, slices: int = 1, given: SequenceDims | None = None
+) -> list[int | None]:
     """Returns the dimension of each leaf that is sharded over the sequence axis, None for no one.
 
     Dimension 1 is, where it is a multiple of the axis, whatever it means: where an array is stored
@@ -23,36 +53,98 @@ def sequence_dims(batch: Any, group: Group, slices: int = 1) -> list[int | None]
       batch: a tree of arrays, of which shapes alone are read.
       group: the data axes.
       slices: of a sequence on each device; 2 in zig-zag order.
+      given: the dimension of some arrays, by patterns of their paths; the first that matches.
 
     Raises:
-      GShardError: the longest dimension 1 cannot be sharded, so that the axis would be of no use.
+      GShardError: the longest dimension 1, or one that is given, cannot be sharded.
     """
     if group.sequence == 1:
         return [None] * len(jax.tree.leaves(batch))
-    size = group.sequence * slices
     paths, leaves, _ = flatten(batch)
     if not leaves:
         return []
-    lengths = [jnp.shape(x)[1] if jnp.ndim(x) > 1 else 0 for x in leaves]
+    asked = [_asked(path, given or {}) for path in paths]
+    shapes = [jnp.shape(x) for x in leaves]
+    lengths = [
+        (shape[1] if len(shape) > 1 else 0) if dim == _DEFAULT else 0
+        for shape, dim in zip(shapes, asked, strict=True)
+    ]
     longest = max(range(len(leaves)), key=lengths.__getitem__)
-    where, length = f"batch{subscript(paths[longest])}", lengths[longest]
-    if not length:
+    if lengths[longest]:
+        _check(paths[longest], shapes[longest], 1, group, slices)
+    for path, shape, dim in zip(paths, shapes, asked, strict=True):
+        if dim is not None and dim != _DEFAULT:
+            _check(path, shape, dim, group, slices)
+    size = group.sequence * slices
+    fitting = [1 if n and n % size == 0 else None for n in lengths]
+    found = [x if x != _DEFAULT else y for x, y in zip(asked, fitting, strict=True)]
+    if all(dim is None for dim in found):
         raise GShardError(
             f"the mesh has a sequence axis of {group.sequence} devices, and no array of the batch "
-            "has a dimension 1 to shard over it. Use a mesh without sequence=."
+            "has a dimension 1 to shard over it. Use a mesh without sequence=, or name another "
+            f"dimension: {_EXAMPLE} of shard_train_state."
         )
-    if length % size:
+    return found
+
+
+_DEFAULT = -1
+
+
+def _asked(path: str, given: SequenceDims) -> int | None:
+    return next((dim for text, dim in given.items() if re.search(text, path)), _DEFAULT)
+
+
+def _check(path: str, shape: Sequence[int], dim: int, group: Group, slices: int) -> None:
+    """Refuses a dimension that cannot be sharded over the sequence axis."""
+    size, where = group.sequence * slices, f"batch{subscript(path)}"
+    if dim >= len(shape):
+        raise GShardError(
+            f"sequence_dims: {where} has shape {list(shape)}, and no dimension {dim}."
+        )
+    length = shape[dim]
+    if not length or length % size:
         fitting = [n for n in (length // size * size, (length // size + 1) * size) if n]
         order = " in zig-zag order, which takes two slices each" if slices > 1 else ""
         over = f"{group.sequence} devices of the sequence axis{order}"
+        another = "or as many devices as divide them"
+        if length % group.sequence == 0:
+            another = "or sequence_order='contiguous'"
         raise GShardError(
-            f"{where} has shape {list(jnp.shape(leaves[longest]))}: its sequences of {length} "
-            f"cannot be shared by the {over}. Use sequences of {' or '.join(map(str, fitting))}. "
-            "(Targets that are inputs shifted by one: pass both, tokens[:, :-1] and tokens[:, 1:], "
-            "or one array and shift in the loss. Dimension 1 is no sequence, such as that of "
-            "one-hot labels: pass it as dimension 2, labels[:, None].)"
+            f"{where} has shape {list(shape)}: its sequences of {length} (dimension {dim}) cannot "
+            f"be shared by the {over}. Use sequences of {' or '.join(map(str, fitting))}, padded "
+            f"and with a mask in the loss, {another}. (Targets that are "
+            "inputs shifted by one: pass both, tokens[:, :-1] and tokens[:, 1:], or one array and "
+            "shift in the loss. Dimension 1 is no sequence, such as that of one-hot labels: "
+            "pass it as dimension 2, labels[:, None], or name the sequences of the batch, "
+            f"{_EXAMPLE} of shard_train_state.)"
         )
-    return [1 if n and n % size == 0 else None for n in lengths]
+
+
+def warn_of_replicated(batch: Any, dims: Sequence[int | None], given: SequenceDims) -> None:
+    """Warns of patterns without an array, and of arrays that every device has, larger than others.
+
+    `dims` is the dimension of each array that is sharded over the sequence axis.
+    """
+    paths, leaves, _ = flatten(batch)
+    for text in given:
+        if not any(re.search(text, path) for path in paths):
+            warn(
+                f"sequence_dims: the pattern {text!r} matches no array of the batch."
+                f"{did_you_mean(text, paths)} There are {some(sorted(paths))}."
+            )
+    sizes = [math.prod(jnp.shape(x)) * getattr(x.dtype, "itemsize", 8) for x in leaves]
+    largest = max((n for n, dim in zip(sizes, dims, strict=True) if dim is not None), default=0)
+    for path, x, n, dim in zip(paths, leaves, sizes, dims, strict=True):
+        named = _asked(path, given) != _DEFAULT
+        if 0 < largest < n and dim is None and jnp.ndim(x) > 1 and not named:
+            warn(
+                f"batch{subscript(path)} of shape {list(jnp.shape(x))} ({bytes_of(n)}) is not "
+                "sharded over the sequence axis: dimension 1 is not a multiple of it. Each device "
+                "of the axis has all of it, and computes as much as if there were no such axis "
+                f"(the largest array that is sharded has {bytes_of(largest)}). If it has another "
+                f"dimension of the sequence, name that: sequence_dims={{{path!r}: 2}} of "
+                f"shard_train_state. If it has none, sequence_dims={{{path!r}: None}}."
+            )
 
 
 def spec_of(x: Any, dim: int | None, group: Group) -> jax.P:

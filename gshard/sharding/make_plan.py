@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import belongs_to, check_unique, flatten, path_of
 from gshard.sequence.order import Order
+from gshard.sharding.batch_specs import SequenceDims
 from gshard.sharding.group import Group, entry_axes
 from gshard.sharding.keep import Keep, kept_params
 from gshard.sharding.layout import HOST, Layout, all_replicated, lay_out, model_axes_of
@@ -49,6 +50,7 @@ class PlanRequest:
         memory.
       wire: in which dtypes collectives send parameters and gradients.
       sequence_order: which slices of a sequence a device computes.
+      sequence_dims: the dimension of the sequence of arrays of a batch, by path patterns.
       advice: how to have the parameters sharded that are replicated, for a warning.
     """
 
@@ -65,6 +67,7 @@ class PlanRequest:
     offload: bool = False
     advice: str = ""
     sequence_order: Order = "contiguous"
+    sequence_dims: SequenceDims = field(default_factory=dict)
     wire: Wire | None = None
 
 
@@ -146,6 +149,7 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
         at_level=lambda other: plan_state(parse_level(other), request),
         wrap=request.wrap,
         sequence_order=request.sequence_order,
+        named_sequence_dims=request.sequence_dims,
     )
     if request.offload:
         plan = _offloaded(plan)

@@ -19,7 +19,7 @@ from gshard._util.pytree import flatten, map_leaves
 from gshard._util.text import text_of, text_table
 from gshard._util.validation import shown
 from gshard.sequence.order import Order
-from gshard.sharding.batch_specs import sequence_dims, spec_of
+from gshard.sharding.batch_specs import SequenceDims, sequence_dims, spec_of
 from gshard.sharding.group import Group
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import DEVICE, Layout, all_replicated
@@ -99,6 +99,7 @@ class Plan:
       not_quantized: with a `state_dtype`, why arrays of the optimizer state that belong to a
         parameter keep their dtype, by path.
       sequence_order: which slices of a sequence a device computes, over a sequence axis.
+      named_sequence_dims: the dimension of the sequence of arrays of a batch, by path patterns.
 
     Example:
       >>> state, plan = gshard.shard_train_state(
@@ -125,6 +126,7 @@ class Plan:
     wrap: Callable[[Plan], ShardedTransformation]
     not_quantized: Mapping[str, str] = field(default_factory=dict)
     sequence_order: Order = "contiguous"
+    named_sequence_dims: SequenceDims = field(default_factory=dict)
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -151,7 +153,8 @@ class Plan:
 
     def sequence_dims(self, batch: Any) -> list[int | None]:
         """Returns the dimension of each array of a batch that the sequence axis shards, or None."""
-        return sequence_dims(batch, self.group, 2 if self.sequence_order == "zigzag" else 1)
+        slices = 2 if self.sequence_order == "zigzag" else 1
+        return sequence_dims(batch, self.group, slices, self.named_sequence_dims)
 
     @property
     def device_spec(self) -> jax.P:

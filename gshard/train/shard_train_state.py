@@ -17,6 +17,7 @@ from gshard._util.pytree import check_fits, flatten, map_leaves, same_leaves
 from gshard._util.validation import check_takes, flag, shown
 from gshard.distributed.initialize import warn_if_not_joined
 from gshard.sequence.order import ORDERS, Order, check_choice
+from gshard.sharding.batch_specs import SequenceDims, checked_sequence_dims
 from gshard.sharding.group import Group, data_group
 from gshard.sharding.keep import Keep
 from gshard.sharding.layout import DEVICE, Layout
@@ -91,6 +92,7 @@ class ShardingOptions(TypedDict, total=False):
     shard_axes: str | Sequence[str] | None
     replica_axes: str | Sequence[str] | None
     sequence_order: Order
+    sequence_dims: SequenceDims | None
     broadcast_from: int | None
 
 
@@ -135,6 +137,7 @@ def shard_train_state(
     shard_axes: str | Sequence[str] | None = None,
     replica_axes: str | Sequence[str] | None = None,
     sequence_order: Order = "contiguous",
+    sequence_dims: SequenceDims | None = None,
     broadcast_from: int | None = None,
 ) -> tuple[Any, Plan]:
     """Shards a train state over the devices of a mesh.
@@ -184,6 +187,9 @@ def shard_train_state(
       sequence_order: with `make_mesh(sequence=)`, which slices of a sequence a device computes:
         `"zigzag"` gives each two, from both ends, so that all have as much to do in causal
         attention by `gshard.sequence.attention`. Batches, losses and outputs keep their order.
+      sequence_dims: with `make_mesh(sequence=)`, the dimension of the sequence of arrays of a batch
+        where it is not 1, a mapping from path pattern to dimension: `{"frames": 2}`; None for an
+        array without one, which every device of the axis has in full.
       broadcast_from: the rank of a process, usually 0, whose values all processes take where they
         differ, of the state or of `init_args`; as in PyTorch's DDP. None: a difference is an error.
 
@@ -215,6 +221,7 @@ def shard_train_state(
         shard_axes=shard_axes,
         replica_axes=replica_axes,
         sequence_order=sequence_order,
+        sequence_dims=sequence_dims,
         broadcast_from=broadcast_from,
     )
     advice = "Lower min_shard_size= of shard_train_state, or shard them with rules=."
@@ -277,6 +284,7 @@ def shard_and_advise(
         wire=wire,
         offload=wanted["offload"],
         sequence_order=_checked_order(wanted["sequence_order"], group),
+        sequence_dims=checked_sequence_dims(wanted["sequence_dims"], group),
         advice=advice,
     )
     plan_at = partial(plan_state, request=request)

@@ -26,7 +26,10 @@ Q, K = x(2, 6, 4, 8), x(2, 6, 2, 8)
 
 WRONG = {
     "q needs four dimensions": ((x(2, 6, 8), K, K), {}, r"q has shape \(2, 6, 8\): .*four dim"),
-    "tokens of k": ((Q, x(2, 5, 2, 8), K), {}, r"k has shape \(2, 5, 2, 8\) and q .*tokens"),
+    "tokens of k": (
+        (Q, x(2, 5, 2, 8), K), {},
+        r"^k has 5 tokens \(dimension 1\) and q has 6: .*to itself.*jax.nn.dot_product_attention",
+    ),
     "batch of v": ((Q, K, x(1, 6, 2, 8)), {}, r"v has shape \(1, 6, 2, 8\) and q .*batch"),
     "integers": ((x(2, 6, 4, 8, dtype=int), K, K), {}, "q has dtype int32: .*floating"),
     "two dtypes": ((Q, x(2, 6, 2, 8, dtype=jnp.bfloat16), K), {}, "k has dtype bfloat16 .*cast"),
@@ -45,7 +48,7 @@ WRONG = {
     "mask of floats": ((Q, K, K), {"mask": x(1, 1, 6, 6)}, "mask has dtype float32: .*booleans"),
     "shape of mask": (
         (Q, K, K), {"mask": x(2, 3, 6, 6, dtype=bool)},
-        r"mask has shape \(2, 3, 6, 6\): it must be \(2 or 1, 4 or 1, 6, 6\)",
+        r"mask has shape \(2, 3, 6, 6\): it must be \(2 or 1, 4 or 1, 6, 6\).*heads, queries, keys",
     ),
     "implementation": ((Q, K, K), {"implementation": "flash"}, "pass None or 'xla' or 'cudnn'"),
     "cudnn by ring": ((Q, K, K), CUDNN | {"by": "ring"}, "cudnn\" needs by=\"ulysses\".*by='ring'"),

@@ -74,6 +74,18 @@ def test_loss_and_gradient_are_those_of_one_device(level, mesh, model):
     assert loss < 2e-6 and grad < 2e-6
 
 
+def test_a_maximum_over_all_micro_batches():
+    def loss(p, batch):
+        y = every_token(p, p["embed"][batch["x"]])
+        return mean_loss("every token")(p, batch), {"largest": y.max(), "any": jnp.any(y > 0.1)}
+
+    state, plan = sharded(DATA_EXPERT, "os")
+    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=3)
+    found, wanted = step(state, batch())[1]["aux"], loss(params(), batch())[1]
+    np.testing.assert_allclose(found["largest"], wanted["largest"], rtol=1e-5)
+    assert found["any"] and wanted["any"]
+
+
 @pytest.mark.parametrize("accumulate", quick(["level", "local", "scatter", "sync"], ["scatter"]))
 def test_micro_batches_of_a_masked_mean(accumulate):
     state, plan = sharded(DATA_EXPERT, "os_g")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,22 +12,24 @@ import jax.numpy as jnp
 
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import JIT
+from gshard._util.named_calls import behind_call, call_by_name
 from gshard._util.validation import shown
 from gshard.train.global_loss.placement import REPLICATED, sharded
 from gshard.train.global_loss.registry import Decision, Given, rule
 
-_PREFIX = "gshard_by_examples_"
-_numbers = itertools.count()
-_calls: dict[str, _Call] = {}  # a traced call has its name alone
-
 
 @dataclass
 class _Call:
-    """A function of flat arguments, and which of them have the examples on dimension 0."""
+    """A function of flat arguments, and which of them have the examples on dimension 0.
+
+    A traced call of the same name and another jaxpr is what a transformation inside the loss has
+    made of it, such as `jax.vmap` or `jax.grad`.
+    """
 
     fun: Callable[..., Any]
     mapped: Sequence[bool]
-    place: str
+    jaxpr: Any
+    closes: bool  # over traced values
 
 
 def by_examples(fun: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
@@ -37,6 +38,7 @@ def by_examples(fun: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]
     gshard knows how the operations of JAX treat the examples of a batch. A kernel of your own
     (Pallas, `jax.pure_callback`, `jax.ffi`) is opaque: the examples of all devices are gathered for
     it. Wrapped, it runs on each device's own examples. The result is wrong if `fun` mixes examples.
+    What `jax.vmap` or `jax.grad` make of it inside the loss counts as not wrapped.
 
     Args:
       fun: a function of arrays. Every array that it returns has the examples on dimension 0.
@@ -77,9 +79,10 @@ def by_examples(fun: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]
             out_structure[:] = [tree]
             return out
 
-        flat.__name__ = f"{_PREFIX}{next(_numbers)}"
-        _calls[flat.__name__] = _Call(flat, [axis == 0 for axis in axes], place)
-        out = jax.jit(flat)(*leaves)
+        def call(_: Any, jaxpr: Any) -> _Call:
+            return _Call(flat, [x == 0 for x in axes], jaxpr, len(jaxpr.in_avals) > len(leaves))
+
+        out = call_by_name(f"by_examples({place})", flat, leaves, call)
         wrong = [x.shape for x in out if (x.shape[:1],) != tuple(sizes)]
         if wrong:
             raise GShardError(
@@ -108,22 +111,23 @@ def _axes(in_axes: Any, args: tuple[Any, ...], place: str) -> list[Any]:
 
 
 def is_by_examples(eqn: Any) -> bool:
-    """Whether an equation is a call that `by_examples` wrapped."""
-    return eqn.primitive.name == JIT and eqn.params["name"] in _calls
+    """Whether an equation is a call that `by_examples` wrapped, as it was wrapped."""
+    call = behind_call(eqn, _Call, transformed=True)
+    return call is not None and (call.closes or eqn.params["jaxpr"] is call.jaxpr)
 
 
 @rule(JIT)
 def _called(given: Given) -> Decision | None:
     """Every device calls the function with its own examples, and with their full sequences."""
-    if not is_by_examples(given.eqn):
+    call = behind_call(given.eqn, _Call, transformed=True)
+    if call is None or not is_by_examples(given.eqn):
         return None
     if not given.evaluator.of_examples:
         return given.all(REPLICATED)
-    call = _calls[given.params["name"]]
-    if len(given.placements) != len(call.mapped):
+    if call.closes:
         raise GShardError(
-            f"{given.evaluator.place(given.eqn)}: by_examples({call.place}) closes over traced "
-            "values, such as parameters. Pass them as arguments, with in_axes=None."
+            f"{given.evaluator.place(given.eqn)} closes over traced values, such as parameters. "
+            "Pass them as arguments, with in_axes=None."
         )
     wanted = [sharded(0) if mapped else REPLICATED for mapped in call.mapped]
     results = [sharded(0)] * len(given.eqn.outvars)

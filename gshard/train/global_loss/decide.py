@@ -11,6 +11,7 @@ from gshard._util.jaxpr import JIT, body_of
 from gshard.train.global_loss.by_examples import is_by_examples
 from gshard.train.global_loss.exchange import decide_by_cost
 from gshard.train.global_loss.expert_calls import decide_expert_call, expert_call
+from gshard.train.global_loss.halo import with_padding
 from gshard.train.global_loss.own_collectives import (
     check_body_as_traced,
     check_own_collective,
@@ -53,7 +54,7 @@ def _decide(given: Given) -> Decision:
         return given.all(REPLICATED)
     call = sequence_call(given.evaluator, given.eqn, given.placements)
     if call is not None:
-        return decide_sequence_call(given, call)
+        return decide_sequence_call(given, *call)
     dropless = expert_call(given.eqn, given.placements)
     if dropless is not None:
         return decide_expert_call(given, dropless)
@@ -128,7 +129,7 @@ def placements_of(
     def fact_of(v: Any) -> Positions | None:
         return of_literal(v) if isinstance(v, Literal) else known.get(v)
 
-    for eqn in jaxpr.eqns:
+    for eqn in (jaxpr if evaluator.of_examples else with_padding(jaxpr)).eqns:
         given, facts = [*map(place_of, eqn.invars)], [*map(fact_of, eqn.invars)]
         if is_inlined(evaluator, eqn, given):
             results, found = placements_of(evaluator, body_of(eqn)[0], given, facts)

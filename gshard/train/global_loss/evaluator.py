@@ -14,7 +14,7 @@ from jax import core as jax_core
 from jax.ad_checkpoint import checkpoint_name
 
 from gshard._util.errors import GShardError, warn
-from gshard._util.jaxpr import bind, body_of, evaluate, in_scope, user_line
+from gshard._util.jaxpr import as_traced, bind, body_of, evaluate, in_scope, user_line
 from gshard._util.named_calls import name_of
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.examples import (
@@ -34,6 +34,8 @@ from gshard.train.global_loss import (  # noqa: F401  the imports register the r
 )
 from gshard.train.global_loss.decide import decide, is_inlined
 from gshard.train.global_loss.draws import can_draw_part, iota_part, random_bits_part
+from gshard.train.global_loss.extremes import extreme_call
+from gshard.train.global_loss.halo import with_padding
 from gshard.train.global_loss.own_collectives import (
     is_own_collective,
     is_own_sum,
@@ -50,6 +52,7 @@ from gshard.train.global_loss.placement import (
 )
 from gshard.train.global_loss.positions import of_literal, positions_of
 from gshard.train.global_loss.registry import Decision
+from gshard.train.global_loss.sequence_calls import warn_of_transformed
 from gshard.train.global_loss.shape_rules import acts_by_entry
 from gshard.train.global_loss.transfers import Transfer, needed_by
 from gshard.train.global_loss.value import Value
@@ -112,11 +115,18 @@ class GlobalEvaluator:
         self.returned: list[bool] = []
         self._times, self._inside, self._line = 1, 0, ""
 
+    @property
+    def is_last(self) -> bool:
+        """Whether no other evaluation follows this one, over other axes."""
+        return self.of_examples and not self.exchanges
+
     # ---- evaluation
 
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
         """Evaluates a jaxpr, which is not closed; its results are held as the rules say."""
-        out = evaluate(jaxpr, consts, values, self._evaluate_equation)
+        jaxpr = jaxpr if self.of_examples else with_padding(jaxpr)
+        run = self._evaluate_equation if self.is_last else self._evaluate_with_its_line
+        out = evaluate(jaxpr, consts, values, run)
         return [self._value(v, x) for v, x in zip(jaxpr.outvars, out, strict=True)]
 
     def arrays(
@@ -149,10 +159,21 @@ class GlobalEvaluator:
             return x
         return Value(REPLICATED, variable.aval, x, positions=of_literal(variable))
 
+    def _evaluate_with_its_line(self, eqn: Any, operands: list[Any]) -> list[Value]:
+        """The evaluation over other axes, of what this one traces, names the user's line too."""
+        with as_traced(eqn):
+            return self._evaluate_equation(eqn, operands)
+
     def _evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Value]:
         values = [self._value(v, x) for v, x in zip(eqn.invars, operands, strict=True)]
         name = eqn.primitive.name
+        if values and self._puts_off_extremes:
+            found = extreme_call(eqn, values[0].placement)
+            if found is not None:
+                own = found.run(values[0].array)
+                return [self._extreme(eqn, values, own, found.largest)]
         if is_inlined(self, eqn, [x.placement for x in values]):
+            warn_of_transformed(self, eqn, [x.placement for x in values])
             body, consts = body_of(eqn)
             with self._called_by(eqn):
                 return self.evaluate(body, consts, values)
@@ -172,8 +193,9 @@ class GlobalEvaluator:
             return [Value(REPLICATED, v.aval, source=source, summed=x) for v, x in results]
         if _is_from_nothing(eqn, values, decision):
             return [Value(REPLICATED, eqn.outvars[0].aval, None, (eqn, values), depends, positions)]
-        if decision.largest is not None and self.micro_batches > 1 and not self._takes_statistics:
-            return [self._extreme(eqn, values, decision)]
+        if decision.largest is not None and self._puts_off_extremes:
+            (own,) = bind(eqn, [self.convert(values[0], decision.operands[0], eqn)])
+            return [self._extreme(eqn, values, own, decision.largest)]
         if _is_quotient(eqn, values):
             return [self._quotient(eqn, values, depends)]
         with in_scope(eqn, "loss"):
@@ -202,10 +224,13 @@ class GlobalEvaluator:
                 f"{aval.shape}, which is {wanted}, and the result has {jnp.shape(x)}."
             )
 
-    def _extreme(self, eqn: Any, values: list[Value], decision: Decision) -> Value:
-        """A maximum over all micro-batches, which is known after the last."""
-        aval, largest = eqn.outvars[0].aval, bool(decision.largest)
-        own = bind(eqn, [self.convert(values[0], decision.operands[0], eqn)])[0]
+    @property
+    def _puts_off_extremes(self) -> bool:
+        return self.micro_batches > 1 and not self._takes_statistics
+
+    def _extreme(self, eqn: Any, values: list[Value], own: Any, largest: bool) -> Value:
+        """A maximum over all micro-batches, which is known after the last; `own` is of this one."""
+        aval = eqn.outvars[0].aval
         return Value(REPLICATED, aval, source=(eqn, values), depends=True, extreme=(own, largest))
 
     def _quotient(self, eqn: Any, values: list[Value], depends: bool) -> Value:
@@ -410,7 +435,7 @@ class GlobalEvaluator:
 
     def _named(self, eqn: Any) -> AbstractContextManager[Any]:
         """Names the equation to those who read what a loss communicates over a sequence axis."""
-        if self.of_examples and not self.exchanges:
+        if self.is_last:
             return nullcontext()
         return needed_by("result" if eqn is None else name_of(eqn), self._line_of(eqn))
 

@@ -6,21 +6,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from gshard._util.jaxpr import bind
+from gshard.train.comm.examples import sum_partial
 from gshard.train.global_loss.placement import (
     PARTIAL,
     REPLICATED,
     Placement,
     first_sharded,
+    is_key,
     sharded,
 )
 from gshard.train.global_loss.registry import Decision, Given, rule
 
+_FEW = 4096  # positions of a sequence that are summed, not gathered
+
 
 @rule("slice")
 def slice_(given: Given) -> Decision | None:
-    """Along the sharded dimension, a run of whole blocks."""
+    """Along the sharded dimension, a run of whole blocks, or few positions of a sequence."""
     place, params, dim = given.placements[0], given.params, given.placements[0].dim
     start, limit = params["start_indices"], params["limit_indices"]
     block = given.shapes[0][dim] // place.outer
@@ -28,7 +33,7 @@ def slice_(given: Given) -> Decision | None:
     blocks, rest = divmod(limit[dim] - start[dim], block)
     first, inside = divmod(start[dim], block)
     if stride != 1 or rest or inside or not blocks:
-        return None
+        return _few_positions(given, range(start[dim], limit[dim], stride))
     if given.partition.zigzag and first % 2:  # the order of the devices would be reversed
         return None
     parts = given.partition.parts
@@ -37,6 +42,41 @@ def slice_(given: Given) -> Decision | None:
         "limit_indices": _with(limit, dim, limit[dim] // parts),
     }
     return Decision([place], [sharded(dim, blocks)], local)
+
+
+def _few_positions(given: Given, positions: range) -> Decision | None:
+    """Sums what each device has of some positions, such as the first or the last."""
+    (place,), partition, (shape,) = given.placements, given.partition, given.shapes
+    if len(positions) > _FEW or 2 * len(positions) >= shape[place.dim]:
+        return None
+    if given.evaluator.of_examples or is_key(given.eqn.invars[0].aval):
+        return None
+    dim, size = place.dim, shape[place.dim] // (place.outer * partition.parts)
+    runs: list[list[int]] = []  # an owner, and the first and the last position on it
+    for position in positions:
+        block, owner = divmod(position // size, partition.parts)
+        owner = partition.parts - 1 - owner if partition.zigzag and block % 2 else owner
+        at = block * size + position % size
+        if runs and runs[-1][0] == owner and at == runs[-1][2] + positions.step:
+            runs[-1][2] = at
+        else:
+            runs.append([owner, at, at])
+    strides = given.params["strides"] or (1,) * len(shape)
+    local = {
+        "start_indices": _with(given.params["start_indices"], dim, 0),
+        "limit_indices": _with(given.params["limit_indices"], dim, given.local(shape, place)[dim]),
+        "strides": _with(strides, dim, 1),
+    }
+
+    def run(values: list[Any]) -> list[Any]:
+        (x,) = bind(given.eqn, values, **local)
+        pieces = []
+        for owner, first, last in runs:
+            piece = lax.slice_in_dim(x, first, last + 1, positions.step, dim)
+            pieces.append(jnp.where(partition.index == owner, piece, jnp.zeros_like(piece)))
+        return [sum_partial(jnp.concatenate(pieces, dim), given.evaluator.axes)]
+
+    return Decision([place], [REPLICATED], run=run)
 
 
 def _with(numbers: Any, i: int, value: int) -> tuple[int, ...]:

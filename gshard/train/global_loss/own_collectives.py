@@ -86,7 +86,7 @@ def _check(given: Given, eqn: Any, of_examples: bool) -> None:
         )
 
 
-@rule("ppermute", "psum", "psum_invariant", "pmax", "pmin", "pvary", "pcast")
+@rule("ppermute", "psum_invariant", "pvary", "pcast")
 @partial_rule("psum", "psum_invariant", "ppermute", "all_gather", "pvary", "pcast")
 def over_model_axes(given: Given) -> Decision:
     """Inside a `shard_map` over other axes: each entry with the same entry of other devices."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gshard.train.global_loss.halo import convolution_over_positions
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, agree, first_sharded
 from gshard.train.global_loss.registry import Decision, Given, rule
 
@@ -34,12 +35,18 @@ def dot_general(given: Given) -> Decision | None:
 
 @rule("conv_general_dilated")
 def convolution(given: Given) -> Decision | None:
-    """The batch stays sharded; a contraction over examples, in a gradient, is a partial sum."""
+    """The batch stays sharded; a contraction over examples, in a gradient, is a partial sum.
+
+    Over positions that are sharded, devices exchange those that the kernel reaches.
+    """
     numbers, place = given.params["dimension_numbers"], first_sharded(given.placements)
     if given.params["batch_group_count"] != 1:
         return None
     if given.placements == [place, REPLICATED] and place.dim == numbers.lhs_spec[0]:
         return Decision(given.placements, [place.on(numbers.out_spec[0])])
+    over_positions = convolution_over_positions(given)
+    if over_positions is not None:
+        return over_positions
     features = [place.on(numbers.lhs_spec[1]), place.on(numbers.rhs_spec[1])]
     grouped = given.params["feature_group_count"] != 1
     return None if grouped or given.placements != features else Decision(features, [PARTIAL])

@@ -33,6 +33,11 @@ class Evaluator(Protocol):
     gathers: int
     transfers: list[Transfer]
 
+    @property
+    def is_last(self) -> bool:
+        """Whether no other evaluation follows this one, over other axes."""
+        ...
+
     def arrays(
         self,
         jaxpr: Any,
@@ -134,6 +139,8 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     """Registers a rule for the primitives of these names."""
 
     def register(found: Rule) -> Rule:
+        if twice := RULES.keys() & names:  # the order of imports would choose
+            raise ValueError(f"two rules for {twice}")
         RULES.update(dict.fromkeys(names, found))
         return found
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from gshard.train.comm.examples import extreme_of_examples
+from gshard.train.global_loss.extremes import extreme_for_next
 from gshard.train.global_loss.placement import (
     PARTIAL,
     REPLICATED,
@@ -205,6 +206,7 @@ def reduction(given: Given) -> Decision | None:
     def run(values: list[Any]) -> list[Any]:
         evaluator = given.evaluator
         evaluator.record("extreme", given.eqn.outvars[0].aval, given.eqn)
-        return [extreme_of_examples(values[0], axes, largest, evaluator.axes)]
+        extreme = extreme_of_examples if evaluator.is_last else extreme_for_next
+        return [extreme(values[0], axes, largest, evaluator.axes)]
 
     return Decision([place], [REPLICATED], run=run, largest=largest)

@@ -50,7 +50,7 @@ class Transfer:
         return cls(kind, math.prod(aval.shape), size_in_bytes(aval), times, operation, line)
 
 
-_NEEDED_BY = re.compile(r"needed by ([\w.]+)(?: at (.*?:\d+))?")
+NEEDED_BY = re.compile(r"needed by ([\w.]+)(?: at (.*?:\d+))?")
 
 
 def needed_by(operation: str, line: str) -> AbstractContextManager[Any]:
@@ -70,7 +70,7 @@ def transfers_over(
     found: Counter[Transfer] = Counter()  # times, which are 0 in the keys
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
-        scopes = _NEEDED_BY.findall(str(eqn.source_info.name_stack))
+        scopes = NEEDED_BY.findall(str(eqn.source_info.name_stack))
         operation, line = scopes[-1] if scopes else caller
         if name in COLLECTIVES and axis in names_in(params):
             kind, operand, result = COLLECTIVES[name], eqn.invars[0].aval, eqn.outvars[0].aval

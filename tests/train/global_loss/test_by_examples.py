@@ -73,6 +73,43 @@ def test_it_is_the_same_function_outside():
     np.testing.assert_array_equal(fun({"a": np.ones((4, 2))}, 2.0)["sum"], 3 * np.ones((4, 2)))
 
 
+def smooth(x):
+    return jnp.cumsum(jnp.sin(x) * x, -1)
+
+
+def scaled(x, scale):
+    return smooth(x) * scale
+
+
+MAPPED = gshard.by_examples(smooth)
+TRANSFORMED = {
+    "as it is": MAPPED,
+    "derivative": jax.grad(lambda x: MAPPED(x).sum()),
+    "tangents": lambda x: jax.jvp(MAPPED, (x,), (jnp.cos(x),))[1],
+    "mapped": lambda x: jax.vmap(MAPPED)(x[:, None])[:, 0],
+    "mapped in front": lambda x: jax.vmap(MAPPED)(jnp.stack([x, 2 * x])).sum(0),
+    "mapped as often as there are examples": lambda x: jax.vmap(MAPPED, 1, 1)(
+        jnp.broadcast_to(x[:, None], (24, 24, 6))
+    ).mean(1),
+    "mapped parameters": lambda x: jax.vmap(gshard.by_examples(scaled, (0, None)), (None, 0))(
+        x, jnp.arange(3.0)
+    ).mean(0),
+    "second derivative": lambda x: jax.jvp(jax.grad(lambda x: MAPPED(x).sum()), (x,), (x,))[1],
+    "recomputed": jax.checkpoint(MAPPED),
+    "in a loop": lambda x: jax.lax.scan(lambda c, _: (MAPPED(c), None), x, None, 2)[0],
+}
+
+
+@pytest.mark.parametrize("how", TRANSFORMED)
+def test_what_jax_makes_of_it_inside_the_loss_matches_one_device(how):
+    def loss(p, b):
+        return jnp.square(TRANSFORMED[how](jnp.tanh(b["x"] @ p["w"])) - b["x"]).mean()
+
+    (weights, value, _), (expected, right) = trained(loss), alone(loss)
+    np.testing.assert_allclose(weights, expected, rtol=2e-6, atol=1e-6)
+    assert value == pytest.approx(right, rel=1e-6)
+
+
 def test_traced_values_that_it_closes_over_are_refused():
     def loss(p, b):
         return gshard.by_examples(lambda x: x @ p["w"])(b["x"]).mean()

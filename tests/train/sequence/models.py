@@ -135,10 +135,12 @@ def sharded(
     return gshard.shard_train_state(state, mesh, level, min_shard_size=0, sequence_order=order)
 
 
-def assert_gradients(loss: Any, params: Any, found: Any, within: float = 2e-6) -> None:
+def assert_gradients(
+    loss: Any, params: Any, found: Any, within: float = 2e-6, given: Any = None
+) -> None:
     """Compares loss and gradient, of each array to its largest entry, with one device."""
     value, grads = found
-    expected, wanted = on_one_device(loss, params, batch())
+    expected, wanted = on_one_device(loss, params, batch() if given is None else given)
     np.testing.assert_allclose(value, expected, rtol=2e-6)
     wanted = jax.tree_util.tree_flatten_with_path(wanted)[0]
     # Gradients of the biases of keys are 0 but for rounding.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -32,7 +33,8 @@ def test_sequences_that_cannot_be_shared():
     fails("no array of the batch has a dimension 1", examples={"x": np.ones(24, np.float32)})
     fails("has 3 examples.*multiple of the 2 devices", examples={"x": x[:3, :48]})
     state, plan = sharded(PARAMS, sequence=4, order="zigzag")
-    with pytest.raises(gshard.GShardError, match="zig-zag order.*two slices each.*40 or 48"):
+    message = "zig-zag order.*two slices each.*40 or 48.*or sequence_order='contiguous'"
+    with pytest.raises(gshard.GShardError, match=message):
         gshard.make_train_step(mean, plan)(state, {"x": x[:, :44]})
 
 
@@ -46,6 +48,78 @@ def test_arrays_that_are_shorter_are_replicated():
     state, plan = sharded(PARAMS, sequence=4)
     _, metrics = gshard.make_train_step(loss, plan)(state, examples)
     np.testing.assert_allclose(metrics["loss"], loss(PARAMS, examples), rtol=1e-5)
+
+
+def frames_loss(params, batch):
+    """Frames are (examples, channels, positions)."""
+    x = jnp.moveaxis(batch["frames"], 2, 1)
+    return jnp.square(x @ params["w"][:3]).mean() + jnp.cumsum(x, 1).mean() * params["w"].mean()
+
+
+FRAMES = {
+    "frames": np.random.default_rng(0).normal(size=(8, 3, 48)).astype(np.float32),
+    "mask": np.ones((8, 48), np.float32),
+}
+
+
+def of_frames(sequence_dims, mesh=None):
+    state, options = (PARAMS, optax.sgd(0.1)), {"sequence_dims": sequence_dims}
+    mesh = mesh or gshard.make_mesh(sequence=4)
+    return gshard.shard_train_state(state, mesh, "p_g_os", min_shard_size=0, **options)
+
+
+def test_a_large_array_that_no_device_shares_is_named():
+    state, plan = of_frames(None)
+    step = gshard.make_train_step(frames_loss, plan)
+    message = (
+        r"batch\['frames'\] of shape \[8, 3, 48\] \(4.6. kB\) is not sharded over the sequence .*"
+        r"sequence_dims=\{'frames': 2\}.*sequence_dims=\{'frames': None\}"
+    )
+    with pytest.warns(gshard.GShardWarning, match=message):
+        step.lower(state, FRAMES)
+    state, plan = of_frames({"frames": None})
+    gshard.make_train_step(frames_loss, plan).lower(state, FRAMES)  # without a warning
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_the_dimension_of_a_sequence_is_named(order):
+    mesh = gshard.make_mesh(sequence=4)
+    options = {"sequence_dims": {"fra": 2}, "sequence_order": order, "min_shard_size": 0}
+    state, plan = gshard.shard_train_state((PARAMS, optax.sgd(0.1)), mesh, "p_g_os", **options)
+    frames = gshard.shard_batch(FRAMES, plan)["frames"]
+    assert frames.sharding.shard_shape(frames.shape) == (4, 3, 12)
+    step = gshard.make_train_step(frames_loss, plan)
+    state, metrics = step(state, FRAMES)
+    wanted, grads = jax.value_and_grad(frames_loss)(PARAMS, FRAMES)
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+    updated = gshard.full_params(state)["w"]
+    np.testing.assert_allclose(updated, PARAMS["w"] - 0.1 * grads["w"], rtol=1e-5)
+    evaluated = gshard.make_eval_step(frames_loss, plan)(state, FRAMES)
+    np.testing.assert_allclose(evaluated, frames_loss({"w": updated}, FRAMES), rtol=1e-5)
+
+
+def test_a_dimension_that_does_not_fit():
+    for wrong in ({"frames": 0}, {"frames": True}, {"frames": "2"}, ["frames"], 2):
+        with pytest.raises(gshard.GShardError, match="sequence_dims=.* must map path patterns"):
+            of_frames(wrong)
+    with pytest.raises(gshard.GShardError, match="sequence_dims pattern .* is not a regular"):
+        of_frames({"(": 2})
+    with pytest.warns(gshard.GShardWarning, match="sequence_dims=.* changes nothing on a mesh wit"):
+        of_frames({"frames": 2}, gshard.make_mesh())
+    for dims, message in (
+        ({"frames": 3}, r"batch\['frames'\] has shape \[8, 3, 48\], and no dimension 3"),
+        (
+            {"frames": 1},
+            r"sequences of 3 \(dimension 1\) cannot be shared by the 4 dev.*sequences of 4",
+        ),
+        ({"": None}, "no array of the batch has a dimension 1.*sequence_dims={'frames': 2}"),
+    ):
+        state, plan = of_frames(dims)
+        with pytest.raises(gshard.GShardError, match=message):
+            gshard.shard_batch(FRAMES, plan)
+    state, plan = of_frames({"frames": 2, "frame_": 1})
+    with pytest.warns(gshard.GShardWarning, match="pattern 'frame_' matches no array of the batch"):
+        gshard.make_train_step(frames_loss, plan).lower(state, FRAMES)
 
 
 @pytest.mark.parametrize("semantics", ["global", "per_device"])
@@ -69,6 +143,48 @@ def test_what_gathers_too_much():
 
     line = r"cumsum at .*test_bad_input.py:\d+ mixes positions of the sequence"
     fails(rf"{line}.*float32\[24, 48\] \(0.0023 MB per device\)", loss, gather_limit=100)
+
+
+def of_all_examples(params, batch):
+    """Mixes the examples of each position, which are sharded over the other axes."""
+    x = batch["x"] @ params["w"]
+    return (jnp.median(x, 0) * jnp.sort(x, 0).mean(0)).mean()
+
+
+EVALUATED_TWICE = {
+    "sequence": {"sequence": 4},
+    "experts": {"expert": 2},
+    "experts and sequence": {"shape": {"data": 2, "expert": 2}, "sequence": 2},
+}
+
+
+@pytest.mark.parametrize("axes", EVALUATED_TWICE)
+def test_what_mixes_examples_names_the_line_of_the_loss(axes):
+    """After the loss was evaluated over one axis, its lines are those of that evaluation."""
+    has_experts = "experts" in axes
+    experts = {"experts": np.ones((4, 48, 48), np.float32)}
+    params = {**PARAMS, **experts} if has_experts else PARAMS
+
+    def loss(params, batch):
+        found = of_all_examples(params, batch)
+        if has_experts:
+            found += jnp.einsum("bi,eij->bej", batch["x"], params["experts"]).mean()
+        return found
+
+    mesh = gshard.make_mesh(**EVALUATED_TWICE[axes])
+    options = {"min_shard_size": 0, "keep": {"experts": ("expert", 0)} if has_experts else None}
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "p_g_os", **options)
+    first = of_all_examples.__code__.co_firstlineno
+    line = rf"test_bad_input.py:({first + 2}|{first + 3})"
+    examples = {"x": np.resize(batch()["x"], (32, 48)).astype(np.float32)}
+    for options in ({"gather_limit": 10}, {"micro_batches": 2}):
+        with pytest.raises(gshard.GShardError, match=rf"\w+ at .*{line} (mixes|needs all) exam"):
+            gshard.make_train_step(loss, plan, **options)(state, examples)
+    step = gshard.make_train_step(loss, plan)
+    step.lower(state, examples)
+    assert step.loss_transfers
+    for x in step.loss_transfers:
+        assert "test_bad_input.py:" in x.line or x.operation == "result", x
 
 
 def test_an_order_of_the_operations_themselves():

@@ -77,13 +77,13 @@ def transfers(loss, params, **how):
     return step
 
 
-def of_kind(step, kind):
+def of_kind(step, kind, file="models.py"):
     """Elements on one device, by the operation."""
     found: Counter[str] = Counter()
     for x in step.loss_transfers:
         if x.kind == kind:
             assert x.axes == ("sequence",)
-            assert x.line.startswith("models.py:"), x
+            assert x.line.startswith(f"{file}:"), x
             found[x.operation] += x.elements * x.times
     return found
 
@@ -168,6 +168,102 @@ def test_loops_over_slices_with_a_running_result(how):
     assert bool(gathered) == (how != "sum")
 
 
+def convolution(x, size, padding, dilation=1, groups=1):
+    kernel = jnp.cos(jnp.arange(size * D // groups * D)).reshape(size, D // groups, D)
+    numbers = ("NWC", "WIO", "NWC")
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1,), padding, rhs_dilation=(dilation,), dimension_numbers=numbers,
+        feature_group_count=groups,
+    )  # fmt: skip
+
+
+def padded_convolution(x):
+    """As Flax does for `padding="CAUSAL"`."""
+    return convolution(jnp.pad(x, ((0, 0), (2, 0), (0, 0))), 3, "VALID")
+
+
+CONVOLUTIONS = {  # and how many positions a device sends for each of its slices
+    "causal": (lambda x: convolution(x, 4, [(3, 0)]), 3),
+    "of both sides": (lambda x: convolution(x, 4, "SAME"), 1 + 2),
+    "of what follows": (lambda x: convolution(x, 2, [(0, 1)]), 1),
+    "dilated": (lambda x: convolution(x, 3, "SAME", dilation=2), 2 + 2),
+    "of each feature": (lambda x: convolution(x, 4, [(3, 0)], groups=D), 3),
+    "padded before": (padded_convolution, 2),
+    "in a loop": (
+        lambda x: jax.lax.scan(lambda c, _: (jax.checkpoint(padded_convolution)(c) / 9, c.mean()),
+                               x, None, 3)[0], 3 * 2),
+    "as wide as a slice": (lambda x: convolution(x, T // 8 + 1, [(T // 8, 0)]), T // 8),
+}  # fmt: skip
+OTHERS = {
+    "strides": lambda x: convolution(x, 3, "SAME")[:, ::2],
+    "wider than a slice": lambda x: convolution(x, T // 4 + 2, [(T // 4 + 1, 0)]),
+    "padded for two": lambda x: (y := jnp.pad(x, ((0, 0), (2, 0), (0, 0))))[:, 1:-1] * convolution(
+        y, 3, "VALID"
+    ),
+    "not padded": lambda x: convolution(x, 3, "VALID"),
+    "padded with ones": lambda x: convolution(
+        jnp.pad(x, ((0, 0), (2, 0), (0, 0)), constant_values=1), 3, "VALID"
+    ),
+}  # fmt: skip
+
+
+def convolved(use):
+    def loss(params, batch):
+        x = jnp.tanh(params["embedding"])[batch["x"]]
+        return jnp.square(use(x) @ params["out"]).mean() + x.mean()
+
+    rng = np.random.default_rng(0)
+    params = {"embedding": rng.normal(size=(V, D)), "out": rng.normal(size=(D, D)) / 5}
+    return loss, jax.tree.map(lambda x: x.astype(np.float32), params)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("how", quick(CONVOLUTIONS, ["of both sides", "padded before"]))
+def test_convolutions_send_what_their_kernel_reaches(how, order):
+    use, sent = CONVOLUTIONS[how]
+    loss, params = convolved(use)
+    state, plan = sharded(params, sequence=4, order=order)
+    found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, batch())
+    assert_gradients(loss, params, found)
+    step = transfers(loss, params, order=order)
+    assert not of_kind(step, "all-gather")
+    permuted = [x for x in step.loss_transfers if x.operation == "conv_general_dilated"]
+    slices = 1 if order == "contiguous" else 2
+    assert sum(x.elements * x.times for x in permuted) == B // 2 * D * sent * slices
+    assert all(x.kind == "collective-permute" for x in permuted)
+    assert all(x.line.startswith("test_operations.py:") for x in permuted)
+
+
+@pytest.mark.parametrize("order", quick(["contiguous", "zigzag"], ["zigzag"]))
+@pytest.mark.parametrize("how", quick(OTHERS, ["padded for two", "padded with ones"]))
+def test_other_convolutions_match_one_device(how, order):
+    loss, params = convolved(OTHERS[how])
+    state, plan = sharded(params, sequence=4, order=order)
+    found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, batch())
+    assert_gradients(loss, params, found)
+
+
+PICKED = {
+    "first": lambda x: x[:, 0],
+    "last": lambda x: x[:, -1:],
+    "across a seam": lambda x: x[:, 10:14],
+    "with strides": lambda x: x[2:, 7:40:5],
+    "backwards": lambda x: x[:, 20:7:-4],
+}
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("how", quick(PICKED, ["last", "with strides"]))
+def test_few_positions_are_not_gathered_for(how, order):
+    loss, params = convolved(PICKED[how])
+    state, plan = sharded(params, sequence=4, order=order)
+    found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, batch())
+    assert_gradients(loss, params, found)
+    step = transfers(loss, params, order=order)
+    assert not of_kind(step, "all-gather")
+    assert 0 < of_kind(step, "all-reduce", "test_operations.py")["slice"] <= B // 2 * D * 13
+
+
 def of_kind_in(step, state, kind):
     step.lower(state, batch())
     return [x for x in step.loss_transfers if x.kind == kind]
@@ -225,27 +321,103 @@ def attended_start(x):
     return x + gshard.sequence.attention(start, start, start).mean((1, 2, 3))[:, None, None]
 
 
-USES = {
+def attended_heads(x):
+    """Heads on a mapped dimension; the keys of all of them are the same."""
+    queries, keys = x.reshape(B, T, 4, -1), x[..., :4][:, :, None]
+
+    def of_head(q):
+        return gshard.sequence.attention(q[:, :, None], keys, keys, by="gather", causal=True)[
+            :, :, 0
+        ]
+
+    return jax.vmap(of_head, 2, 2)(queries).reshape(x.shape)
+
+
+def attended_documents(x):
+    """Every mapped entry has its own documents, and a mask for all of its examples."""
+    heads = jnp.stack([x, jnp.sin(x)], 1).reshape(B, 2, T, 4, -1)
+    documents = jnp.arange(T) // jnp.array([[5], [7]])
+    masks = jnp.arange(T) % jnp.array([[3], [4]]) > 0
+
+    def of_one(heads, documents, mask):
+        documents, mask = (jnp.broadcast_to(x, (B, T)) for x in (documents, mask))
+        mask = jnp.broadcast_to(mask[:1, None, None], (1, 1, T, T))
+        return gshard.sequence.attention(heads, heads, heads, segment_ids=documents, mask=mask)
+
+    out = jax.vmap(of_one, (1, 0, 0), 3)(heads, documents, masks)
+    return out.sum(3).reshape(x.shape)
+
+
+def heads_of_mapped_examples(x):
+    def of_row(row):
+        def of_head(q):
+            return gshard.sequence.attention(*3 * [q[None, :, None]], causal=True)[0, :, 0]
+
+        return jax.vmap(of_head, 1, 1)(row.reshape(T, 4, -1)).reshape(row.shape)
+
+    return jax.vmap(of_row)(x)
+
+
+FOLDED = {
     "mapped examples": next_rows,
     "mapped in front": next_of_two,
     "attention of mapped examples": attended_rows,
+    "attention of mapped heads": attended_heads,
+    "attention of mapped documents": attended_documents,
+    "as many as the examples": lambda x: jax.vmap(gshard.sequence.shift_left, 1, 2)(
+        jnp.stack([x] * B, 1) * jnp.arange(B)[:, None, None] / B
+    ).mean(2),
+}
+GATHERED = {
     "derivative": energy_gradient,
     "derivative of the user's own": doubled_shift,
+    "heads of mapped examples": heads_of_mapped_examples,
+}
+USES = {
+    **FOLDED,
+    **GATHERED,
     "replicated operands": attended_start,
     "traced fill": lambda x: gshard.sequence.shift_left(x, fill=x.mean()),
 }
 
 
-@pytest.mark.parametrize("order", quick(["contiguous", "zigzag"], ["zigzag"]))
-@pytest.mark.parametrize("use", USES)
-def test_operations_that_jax_transforms(use, order):
+def loss_with(use):
     def loss(params, batch):
         x = jnp.tanh(params["embedding"])[batch["x"]]
         return jnp.mean(jnp.square(USES[use](x) @ params["out"] - x))
 
     rng = np.random.default_rng(0)
     params = {"embedding": rng.normal(size=(V, D)), "out": rng.normal(size=(D, D)) / 5}
-    params = jax.tree.map(lambda x: x.astype(np.float32), params)
+    return loss, jax.tree.map(lambda x: x.astype(np.float32), params)
+
+
+@pytest.mark.filterwarnings("ignore:gshard.sequence.* is transformed inside the loss")
+@pytest.mark.parametrize("order", quick(["contiguous", "zigzag"], ["zigzag"]))
+@pytest.mark.parametrize("use", USES)
+def test_operations_that_jax_transforms(use, order):
+    loss, params = loss_with(use)
     state, plan = sharded(params, sequence=4, order=order)
     found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, batch())
     assert_gradients(loss, params, found)
+
+
+GATHERS = {  # elements on one device, of an operation that gathers anyhow
+    "attention of mapped heads": B // 2 * T * 4 * (4 + 4),  # by="gather"
+    "attention of mapped documents": B // 2 * T * 2,  # the numbers of the documents
+}
+
+
+@pytest.mark.parametrize("use", quick(FOLDED, ["mapped in front", "attention of mapped documents"]))
+def test_vmap_of_an_operation_gathers_nothing(use):
+    loss, params = loss_with(use)
+    gathered = of_kind(transfers(loss, params), "all-gather", "test_operations.py")
+    assert gathered.total() == GATHERS.get(use, 0)
+
+
+@pytest.mark.parametrize("use", quick(GATHERED, ["derivative"]))
+def test_what_is_gathered_for_a_derivative_is_said(use):
+    loss, params = loss_with(use)
+    state, plan = sharded(params, sequence=4)
+    line = r"gshard.sequence.(attention|shift_left) at .*test_operations.py:\d+ is transformed"
+    with pytest.warns(gshard.GShardWarning, match=line):
+        gshard.make_train_step(loss, plan).lower(state, batch())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
 import gshard
+from gshard.analysis.monitor.mfu import model_flops
 from tests.processes import run_workers
 from tests.train.sequence.models import (
     Model,
@@ -58,8 +60,6 @@ def test_auxiliary_outputs(semantics):
 
     state, plan = sharded(params, sequence=4)
     options = {"has_aux": True, "loss_semantics": semantics, "micro_batches": 2}
-    if semantics == "global":
-        options["micro_batches"] = 1  # the largest of all examples
     aux = gshard.make_train_step(loss, plan, **options)(state, batch())[1]["aux"]
     wanted = loss(params, batch())[1]
     np.testing.assert_allclose(aux["largest"], wanted["largest"].value, rtol=1e-5)
@@ -68,6 +68,37 @@ def test_auxiliary_outputs(semantics):
     np.testing.assert_allclose(aux["tokens"], wanted["tokens"].value)
     masked = wanted["masked"]
     np.testing.assert_allclose(aux["masked"], masked.sum / masked.weight, rtol=1e-5)
+
+
+EXTREMES = {
+    "largest": lambda x: x.max(),
+    "smallest": lambda x: (x - 3).min(),
+    "of integers": lambda x: jnp.floor(8 * x).astype(jnp.int32).max(),
+    "any": lambda x: jnp.any(x > 4.5),
+    "all": lambda x: jnp.all(x > 1e-6),
+    "not a number": lambda x: jnp.where(x > 4.5, jnp.nan, x).max(),
+    "of sequences, in a mean": lambda x: x.max(1).mean(),
+    "of one example": lambda x: (x.max(1) - x.min(1)).max(),
+}
+
+
+@pytest.mark.parametrize("mesh", [{"sequence": 4}, {"sequence": 2, "replica": 2}])
+def test_extremes_of_all_micro_batches(mesh):
+    params = init(Model())
+
+    def loss(params, batch):
+        found = losses(Model(), params, batch)
+        extremes = {name: extreme(found) for name, extreme in EXTREMES.items()}
+        return found.mean() + found.max(1).mean(), extremes
+
+    state, plan = sharded(params, "os", **mesh)
+    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=3)
+    _, metrics = step(state, batch())
+    value, wanted = jax.jit(loss)(params, batch())
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    assert wanted["any"] and np.isnan(wanted["not a number"])
+    for name, x in wanted.items():
+        np.testing.assert_allclose(metrics["aux"][name], x, rtol=1e-5, err_msg=name)
 
 
 def test_a_loader_and_steps_with_adam():
@@ -111,6 +142,35 @@ def test_a_checkpoint_goes_to_another_number_of_sequence_devices(tmp_path):
         np.testing.assert_allclose(
             metrics["loss"], on_one_device(loss, gshard.full_params(state), batch())[0], rtol=1e-5
         )
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("by", ["ring", "ulysses"])
+def test_model_flops_are_those_of_one_device(by, order):
+    """Of contiguous slices the last device attends to all others, and the first to itself alone."""
+
+    def loss(params, batch):
+        heads = (batch @ params["w"]).reshape(2, 2048, 4, 8)
+        out = gshard.sequence.attention(heads, heads, heads, causal=True, by=by, block_size=256)
+        return out.mean()
+
+    params = {"w": np.ones((16, 32), np.float32)}
+    examples = np.ones((2, 2048, 16), np.float32)
+    found = []
+    for mesh in ({"sequence": 4}, {"devices": 1}):
+        state, plan = sharded(params, order=order if "sequence" in mesh else "contiguous", **mesh)
+        step = gshard.make_train_step(loss, plan)
+        flops = model_flops(step, gshard.shard_batch(examples, plan))
+        found.append(plan.mesh.size * sum(flops.values()))
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def test_the_audit_says_what_is_sent_for_the_loss():
+    model = Model(how=(("by", "ring"), ("causal", True)))
+    params = init(model)
+    state, plan = sharded(params, "os", sequence=4)
+    report = gshard.audit(gshard.make_train_step(loss_of(model), plan), state, batch())
+    assert {x.purpose for x in report.collectives if x.kind == "collective-permute"} == {"loss"}
 
 
 class Attending(nnx.Module):

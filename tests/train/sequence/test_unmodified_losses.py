@@ -105,6 +105,29 @@ def test_gradients_that_are_reduced_later(reduced):
     assert_gradients(loss, params, gshard.reduce_gradients(local + local, plan))
 
 
+@pytest.mark.parametrize(
+    ("devices", "shared_by", "tokens", "how"),
+    quick(
+        [
+            (5, 5, 45, ()),
+            (7, 7, 35, ()),
+            (6, 3, 45, ()),
+            (5, 5, 45, (("by", "ring"), ("causal", True))),
+            (7, 7, 35, (("by", "gather"), ("window", 6))),
+            (6, 3, 45, (("by", "ring"), ("causal", True))),
+        ],
+        [(6, 3, 45, ())],
+    ),
+)
+def test_odd_numbers_of_devices_and_tokens(devices, shared_by, tokens, how):
+    model = Model(how=how)
+    loss, params = loss_of(model, "masked mean"), init(model)
+    examples = {name: x[:, :tokens] for name, x in batch().items()}
+    state, plan = sharded(params, devices=devices, sequence=shared_by)
+    found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, examples)
+    assert_gradients(loss, params, found, given=examples)
+
+
 def test_every_device_sees_other_tokens():
     """Else the comparisons above would pass for slices of one device."""
     tokens = batch()["x"]
