@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gshard._util.errors import GShardError, warn
 from gshard._util.jaxpr import bind, body_of, evaluate, in_scope, user_line
 from gshard._util.named_calls import name_of
+from gshard.expert.balance import SCOPE as BALANCE
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.examples import (
     exchange_examples,
@@ -51,7 +52,7 @@ from gshard.train.global_loss.placement import (
 from gshard.train.global_loss.positions import of_literal, positions_of
 from gshard.train.global_loss.registry import Decision
 from gshard.train.global_loss.shape_rules import acts_by_entry
-from gshard.train.global_loss.transfers import Transfer, needed_by
+from gshard.train.global_loss.transfers import Transfer, first_line, needed_by, traced_at
 from gshard.train.global_loss.value import Value
 
 _FROM_NOTHING = ("iota", "broadcast_in_dim", "random_bits")
@@ -176,7 +177,7 @@ class GlobalEvaluator:
             return [self._extreme(eqn, values, decision)]
         if _is_quotient(eqn, values):
             return [self._quotient(eqn, values, depends)]
-        with in_scope(eqn, "loss"):
+        with in_scope(eqn, "loss"), traced_at(self._line_of(eqn) if self.exchanges else ""):
             placed = zip(values, decision.operands, strict=True)
             arrays = [self.convert(x, place, eqn) for x, place in placed]
             if decision.run is not None:
@@ -307,6 +308,12 @@ class GlobalEvaluator:
 
     def one_batch_error(self, eqn: Any) -> GShardError:
         """The error for what needs all examples at once, where they come in micro-batches."""
+        if eqn is not None and BALANCE in str(eqn.source_info.name_stack):
+            return GShardError(
+                f"{self.place(eqn)}: load_balancing_loss multiplies two means over the whole batch, "
+                f"which comes in {self.micro_batches} micro-batches. Pass by_group=True to it, "
+                "which is a mean over groups, or micro_batches=1."
+            )
         return GShardError(
             f"{self.place(eqn)} needs all examples of the batch at once, and they come in "
             f"{self.micro_batches} micro-batches: a sum of losses over examples, or a quotient of "
@@ -406,7 +413,7 @@ class GlobalEvaluator:
 
     def _line_of(self, eqn: Any) -> str:
         """The user's line, of the caller where the equation itself was traced for another."""
-        return (eqn is not None and user_line(eqn)) or self._line
+        return (eqn is not None and (user_line(eqn) or first_line(eqn))) or self._line
 
     def _named(self, eqn: Any) -> AbstractContextManager[Any]:
         """Names the equation to those who read what a loss communicates over a sequence axis."""

@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +51,28 @@ class Transfer:
 
 
 _NEEDED_BY = re.compile(r"needed by ([\w.]+)(?: at (.*?:\d+))?")
+_TRACED_AT = re.compile(r"traced at (.*?:\d+)")
 
 
 def needed_by(operation: str, line: str) -> AbstractContextManager[Any]:
     """A named scope for the collectives that an operation of the loss needs."""
     where = line.rsplit("/", 1)[-1]
     return jax.named_scope(f"needed by {operation}" + (f" at {where}" if where else ""))
+
+
+def traced_at(line: str) -> AbstractContextManager[Any]:
+    """A named scope for what one line of the loss computes, if it is traced a second time.
+
+    The second trace does not see that line.
+    """
+    where = line.rsplit("/", 1)[-1]
+    return jax.named_scope(f"traced at {where}") if where else nullcontext()
+
+
+def first_line(eqn: Any) -> str:
+    """The line of `traced_at` that an equation comes from; empty without one."""
+    found = _TRACED_AT.findall(str(eqn.source_info.name_stack))
+    return found[-1] if found else ""
 
 
 def transfers_over(
