@@ -161,7 +161,9 @@ WRONG = {
     "no routing": (
         lambda: expert.dispatch(np.zeros((2, 8, 3)), np.zeros((2, 8, 4))), "is not a Routing: pass",
     ),
-    "no routing to combine": (lambda: expert.combine(np.zeros((4, 2, 5, 3)), None), "not a Routing"),
+    "no routing to combine": (
+        lambda: expert.combine(np.zeros((4, 2, 5, 3)), None), "None is not a Routing",
+    ),
     "no routing to count": (lambda: expert.load(np.zeros((2, 8, 4))), "is not a Routing"),
     "no routing of drops": (lambda: expert.dropped(np.zeros((2, 8, 4))), "is not a Routing"),
     "turned round": (

@@ -310,9 +310,9 @@ class GlobalEvaluator:
         """The error for what needs all examples at once, where they come in micro-batches."""
         if eqn is not None and BALANCE in str(eqn.source_info.name_stack):
             return GShardError(
-                f"{self.place(eqn)}: load_balancing_loss multiplies two means over the whole batch, "
-                f"which comes in {self.micro_batches} micro-batches. Pass by_group=True to it, "
-                "which is a mean over groups, or micro_batches=1."
+                f"{self.place(eqn)}: load_balancing_loss multiplies two means over the whole "
+                f"batch, which comes in {self.micro_batches} micro-batches. Pass by_group=True to "
+                "it, which is a mean over groups, or micro_batches=1."
             )
         return GShardError(
             f"{self.place(eqn)} needs all examples of the batch at once, and they come in "
