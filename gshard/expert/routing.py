@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import check_integer, shown
@@ -126,7 +126,7 @@ def route(
 def _capacity(tokens: int, k: int, experts: int, factor: Any) -> int:
     if factor is None:
         return tokens
-    number = isinstance(factor, Real) and not isinstance(factor, bool)
+    number = isinstance(factor, (int, float, np.integer, np.floating)) and not isinstance(factor, bool)
     if not number or not 0 < factor < math.inf:
         raise GShardError(
             f"capacity_factor={shown(factor)} must be a number above 0, such as 1.25, or None for "
