@@ -126,8 +126,8 @@ def route(
 def _capacity(tokens: int, k: int, experts: int, factor: Any) -> int:
     if factor is None:
         return tokens
-    number = isinstance(factor, (int, float, np.integer, np.floating)) and not isinstance(factor, bool)
-    if not number or not 0 < factor < math.inf:
+    number = isinstance(factor, (int, float, np.integer, np.floating))
+    if not number or isinstance(factor, bool) or not 0 < factor < math.inf:
         raise GShardError(
             f"capacity_factor={shown(factor)} must be a number above 0, such as 1.25, or None for "
             "experts that take every token."
