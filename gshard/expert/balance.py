@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from gshard._util.errors import GShardError
-from gshard.expert.routing import Routing
+from gshard.expert.routing import Routing, check_routing
+
+SCOPE = "load_balancing_loss"  # by which an error about micro-batches finds it
 
 
 def load(routing: Routing) -> jax.Array:
@@ -24,6 +26,7 @@ def load(routing: Routing) -> jax.Array:
       >>> gshard.expert.load(gshard.expert.route(jnp.array([[[0.0, 2.0, 1.0]]]), 2))
       Array([0., 1., 1.], dtype=float32)
     """
+    check_routing(routing)
     return jnp.sum(_chosen(routing), (0, 1))
 
 
@@ -40,6 +43,7 @@ def dropped(routing: Routing) -> jax.Array:
       >>> float(gshard.expert.dropped(gshard.expert.route(jnp.zeros((1, 8, 4)), 1)))
       0.625
     """
+    check_routing(routing)
     return jnp.mean(1 - routing.taken.astype(jnp.float32))
 
 
@@ -67,6 +71,7 @@ def load_balancing_loss(logits: Any, routing: Routing, *, by_group: bool = False
       >>> float(gshard.expert.load_balancing_loss(logits, gshard.expert.route(logits, 4)))
       1.0
     """
+    check_routing(routing)
     logits = jnp.asarray(logits)
     groups, tokens, k = routing.indices.shape
     if logits.shape != (groups, tokens, routing.experts):
@@ -75,9 +80,10 @@ def load_balancing_loss(logits: Any, routing: Routing, *, by_group: bool = False
             f"tokens and {routing.experts} experts: pass the logits that were routed."
         )
     over = 1 if by_group else (0, 1)
-    used = jnp.mean(_chosen(routing), over) / k
-    wanted = jnp.mean(jax.nn.softmax(logits.astype(jnp.float32)), over)
-    return routing.experts * jnp.mean(jnp.sum(used * wanted, -1))
+    with jax.named_scope(SCOPE):
+        used = jnp.mean(_chosen(routing), over) / k
+        wanted = jnp.mean(jax.nn.softmax(logits.astype(jnp.float32)), over)
+        return routing.experts * jnp.mean(jnp.sum(used * wanted, -1))
 
 
 def z_loss(logits: Any) -> jax.Array:

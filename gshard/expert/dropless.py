@@ -17,7 +17,7 @@ from gshard._util.errors import GShardError
 from gshard._util.named_calls import call_by_name
 from gshard._util.pytree import flatten, subscript
 from gshard._util.validation import shown
-from gshard.expert.routing import Routing
+from gshard.expert.routing import Routing, check_tokens
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,8 @@ def dropless(
 
     Source: MegaBlocks (Gale et al., 2022), section 4, for rows sorted by expert.
     """
-    x = jnp.asarray(x)
-    groups, tokens, _ = routing.indices.shape
-    if x.ndim != 3 or x.shape[:2] != (groups, tokens):
-        raise GShardError(
-            f"x has shape {x.shape}, and the routing is of {groups} groups of {tokens} tokens: "
-            f"pass ({groups}, {tokens}, width)."
-        )
+    x = check_tokens(x, routing)
+    tokens = x.shape[1]
     if routing.capacity < tokens:
         raise GShardError(
             f"The routing lets an expert take {routing.capacity} of the {tokens} tokens of a "

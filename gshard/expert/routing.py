@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import check_integer, shown
@@ -125,13 +126,13 @@ def route(
 def _capacity(tokens: int, k: int, experts: int, factor: Any) -> int:
     if factor is None:
         return tokens
-    number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-    if not number or not 0 < factor < math.inf:
+    number = isinstance(factor, (int, float, np.integer, np.floating))
+    if not number or isinstance(factor, bool) or not 0 < factor < math.inf:
         raise GShardError(
             f"capacity_factor={shown(factor)} must be a number above 0, such as 1.25, or None for "
             "experts that take every token."
         )
-    return min(tokens, math.ceil(tokens * k / experts * factor))
+    return min(tokens, math.ceil(tokens * k / experts * float(factor)))
 
 
 def dispatch(x: Any, routing: Routing) -> jax.Array:
@@ -147,20 +148,15 @@ def dispatch(x: Any, routing: Routing) -> jax.Array:
       (`jnp.einsum("egcd,edf->egcf", ...)`, `jax.vmap`, `nn.vmap`).
 
     Raises:
-      GShardError: `x` does not have the groups and tokens of the routing.
+      GShardError: `x` does not have the groups and tokens of the routing, or `routing` is not one.
 
     Example:
       >>> routing = gshard.expert.route(jnp.zeros((2, 8, 4)), 2)
       >>> gshard.expert.dispatch(jnp.ones((2, 8, 16)), routing).shape
       (4, 2, 5, 16)
     """
-    x = jnp.asarray(x)
-    groups, tokens, _ = routing.indices.shape
-    if x.ndim != 3 or x.shape[:2] != (groups, tokens):
-        raise GShardError(
-            f"x has shape {x.shape}, and the routing is of {groups} groups of {tokens} tokens: "
-            f"pass ({groups}, {tokens}, width)."
-        )
+    x = check_tokens(x, routing)
+    groups, tokens, _ = x.shape
     slots = routing.experts * routing.capacity
 
     def one(x: jax.Array, at: jax.Array) -> jax.Array:
@@ -185,7 +181,7 @@ def combine(y: Any, routing: Routing) -> jax.Array:
       (G, T, D) in the dtype of `y`. A dropped assignment adds nothing.
 
     Raises:
-      GShardError: `y` has other experts, groups or places.
+      GShardError: `y` has other experts, groups or places, or `routing` is not one.
 
     Example:
       >>> routing = gshard.expert.route(jnp.zeros((2, 8, 4)), 2, capacity_factor=None)
@@ -193,6 +189,7 @@ def combine(y: Any, routing: Routing) -> jax.Array:
       >>> float(gshard.expert.combine(x, routing).mean())
       1.0
     """
+    check_routing(routing)
     y = jnp.asarray(y)
     wanted = (routing.experts, routing.indices.shape[0], routing.capacity)
     if y.ndim != 4 or y.shape[:3] != wanted:
@@ -206,6 +203,27 @@ def combine(y: Any, routing: Routing) -> jax.Array:
     weights = jnp.where(routing.taken, routing.weights, 0).astype(y.dtype)
     found = jax.vmap(lambda rows, at: rows[at])(rows, at)  # (G, T, K, D)
     return jnp.sum(weights[..., None] * found, 2)
+
+
+def check_routing(routing: Any) -> None:
+    """Refuses what `route` did not return."""
+    if not isinstance(routing, Routing):
+        raise GShardError(
+            f"routing={shown(routing)} is not a Routing: pass what gshard.expert.route(logits, k) "
+            "returned."
+        )
+
+
+def check_tokens(x: Any, routing: Routing) -> jax.Array:
+    """Returns tokens as an array, which must be those of the routing."""
+    check_routing(routing)
+    x, (groups, tokens, _) = jnp.asarray(x), routing.indices.shape
+    if x.ndim != 3 or x.shape[:2] != (groups, tokens):
+        raise GShardError(
+            f"x has shape {x.shape}, and the routing is of {groups} groups of {tokens} tokens: "
+            f"pass ({groups}, {tokens}, width)."
+        )
+    return x
 
 
 def _slot(routing: Routing, slots: int) -> jax.Array:

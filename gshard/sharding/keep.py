@@ -56,6 +56,7 @@ def kept_params(
                 f"keep: the pattern {text!r} matches no parameter.{did_you_mean(text, params)} "
                 f"There are {some(sorted(params))}."
             )
+        _warn_of_unlike(text, dim, {path: tuple(params[path].shape) for path in found})
         asked |= found
     axes = sorted({axis for axis, _ in asked.values()})
     if len(axes) > 1:
@@ -93,6 +94,22 @@ def _checked(text: str, value: Any, sizes: Mapping[str, int], group: Group) -> t
             f"shard axes are {', '.join(sizes)}; gshard.make_mesh(expert=4) makes an axis 'expert'."
         )
     return axis, dim
+
+
+def _warn_of_unlike(text: str, dim: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Warns of a pattern whose arrays have different numbers of experts: some may be no experts."""
+    first: dict[int, str] = {}  # by the entries of the dimension, an array with as many
+    for path, shape in shapes.items():
+        found = dimension(dim, len(shape))
+        if found is not None:
+            first.setdefault(shape[found], f"{shape[found]} in {path} {list(shape)}")
+    if len(first) > 1:
+        warn(
+            f"keep: the pattern {text!r} matches arrays with different numbers of experts on "
+            f"dimension {dim}: {some(list(first.values()))}. If some are no experts, such as a "
+            "router, give a pattern that matches experts alone. If all are, give each number of "
+            "experts a pattern of its own."
+        )
 
 
 def _kept(

@@ -267,12 +267,17 @@ def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level, advice: 
         return
     total = sum(layout.local().size for layout in layouts)
     # Without those all of whose dimensions are sharded over model-parallel axes.
-    could = [x.local() for x in layouts if not x.model_axes or not all(x.model_axes)]
+    could = [x for x in layouts if not x.model_axes or not all(x.model_axes)]
     could = [x for x in could if x.dim is None and x.group.size > 1]
-    replicated = sorted(could, key=lambda x: -x.size)
-    share = sum(x.size for x in replicated) / total if total else 0
+    replicated = sorted(could, key=lambda x: -x.local().size)
+    share = sum(x.local().size for x in replicated) / total if total else 0
+
+    def name(x: Layout) -> str:
+        over = f", kept on {x.kept.axis!r} alone" if x.kept is not None else ""
+        return f"{x.path} {list(x.shape)} ({x.reason}{over})"
+
     if share > 0.05:
-        named = some([f"{x.path} {list(x.shape)} ({x.reason})" for x in replicated], most=3)
+        named = some(map(name, replicated), most=3)
         warn(
             f"{share:.0%} of the parameters are replicated on every device at level "
             f"{level.name!r}, and so is their optimizer state: {named}. {advice}"

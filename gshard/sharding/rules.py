@@ -34,7 +34,8 @@ class LeafInfo:
       scan_dim: the dimension that a scan over layers iterates over, or None. `by_shape` never
         shards it; your own rule may where `params_replicated`.
       shards: number of devices in the shard group (N).
-      taken: dimensions that are sharded over your own model-parallel axes. No rule shards them.
+      taken: dimensions that are sharded over your own model-parallel axes, or over the axis that
+        the array is kept on. No rule shards them.
       params_replicated: the parameter itself is replicated (`os`, `os_g`); only its gradient and
         its optimizer state are sharded.
 
@@ -233,8 +234,8 @@ def check_answer(leaf: LeafInfo, answer: Any, reason: str) -> ShardDim:
         )
     elif chosen in leaf.taken:
         fault = (
-            "that dimension is sharded over your own mesh axis already. Give another one, or "
-            "'replicate'"
+            "that dimension is sharded over another mesh axis already: your own, or the one that "
+            "keep= names. Give another dimension, or 'replicate'"
         )
     if fault:
         raise GShardError(
@@ -274,7 +275,7 @@ def as_rules(rules: Any) -> list[Rule]:
         return [rule for item in rules for rule in as_rules(item)]
     raise GShardError(
         f"rules={shown(rules)} is not a rule. Give a mapping {{path pattern: dimension or "
-        "'replicate'}}, a function of a gshard.LeafInfo, or a sequence of these."
+        "'replicate'}, a function of a gshard.LeafInfo, or a sequence of these."
     )
 
 

@@ -105,6 +105,8 @@ def test_what_cannot_be_is_refused():
         expert.dropless(product, kernel, x[:, :9], routing)
     with pytest.raises(GShardError, match=r"params\['up'\] has shape \(5, 4, 7\).* the 4 experts"):
         expert.dropless(product, {"up": kernel.swapaxes(0, 1)}, x, routing)
+    with pytest.raises(GShardError, match="is not a Routing"):
+        expert.dropless(product, kernel, x, logits)
     with pytest.raises(GShardError, match="has no array"):
         expert.dropless(product, {}, x, routing)
     with pytest.raises(GShardError, match=r"returned shape \(5, 60\) for rows of shape \(60, 5\)"):

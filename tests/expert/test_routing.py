@@ -54,6 +54,11 @@ def test_tokens_go_where_a_loop_sends_them(factor, score):
     assert (factor == 0.5) <= (dropped > 0)
 
 
+def test_a_capacity_factor_may_be_a_number_of_numpy():
+    assert expert.route(logits(), K, capacity_factor=np.float32(1.5)).capacity == 8
+    assert expert.route(logits(), K, capacity_factor=np.int64(1)).capacity == 5
+
+
 def test_later_tokens_and_other_groups_change_nothing():
     given, x = logits(), np.random.default_rng(1).normal(size=(G, T, D)).astype(np.float32)
     changed, other = given.copy(), x.copy()
@@ -152,6 +157,17 @@ WRONG = {
     "slots": (lambda: expert.combine(np.zeros((4, 2, 4, 3)), ROUTING), r"dispatch gave \(4, 2, 5"),
     "other logits": (
         lambda: expert.load_balancing_loss(np.zeros((2, 8, 5)), ROUTING), "pass the logits that",
+    ),
+    "no routing": (
+        lambda: expert.dispatch(np.zeros((2, 8, 3)), np.zeros((2, 8, 4))), "is not a Routing: pass",
+    ),
+    "no routing to combine": (
+        lambda: expert.combine(np.zeros((4, 2, 5, 3)), None), "None is not a Routing",
+    ),
+    "no routing to count": (lambda: expert.load(np.zeros((2, 8, 4))), "is not a Routing"),
+    "no routing of drops": (lambda: expert.dropped(np.zeros((2, 8, 4))), "is not a Routing"),
+    "turned round": (
+        lambda: expert.load_balancing_loss(ROUTING, np.zeros((2, 8, 4))), "is not a Routing",
     ),
     "bias and load": (lambda: expert.update_bias(np.zeros(3), np.zeros(4)), "one entry per expert"),
 }  # fmt: skip

@@ -154,3 +154,24 @@ def test_a_replica_axis_of_experts_is_refused():
 def test_the_table_says_what_is_kept():
     text = str(plan_of("p_g_os"))
     assert text.count("kept on expert, dim 0 / 4") == 4  # parameter and gradient of two arrays
+
+
+def test_a_pattern_that_matches_more_than_experts_is_named():
+    p = params()
+    p["experts"]["router"] = p.pop("router")
+    match = (
+        r"'experts/' matches arrays with .*: 8 in experts/down .*, 16 in experts/router \[16, 8\]"
+    )
+    with pytest.warns(gshard.GShardWarning, match=match):
+        plan_of("os", p=p)
+    with warnings.catch_warnings():  # each number of experts has its own pattern
+        warnings.simplefilter("error")
+        plan_of("os", {"experts/(up|down)": ("expert", 0), "experts/router": ("expert", 0)}, p)
+
+
+def test_rules_know_the_dimension_that_is_kept():
+    with pytest.raises(gshard.GShardError, match=r"experts/up \(8, 16, 24\): .* that keep= names"):
+        plan_of("p_g_os", rules={"experts/up": 0})
+    with pytest.warns(gshard.GShardWarning, match=r"up \[8, 16, 24\] .*kept on 'expert' alone"):
+        plan = plan_of("p_g_os", rules={"experts/": "replicate"})
+    assert plan.params["experts"]["up"].spec == P("expert")

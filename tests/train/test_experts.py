@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -238,6 +240,64 @@ def test_a_weight_that_must_be_gathered_is_named():
         value, grads = gshard.value_and_grad(loss, plan)(state.params, batch())
     wanted, reference = jax.value_and_grad(loss)(params(), batch())
     assert abs(float(value) - float(wanted)) < 2e-6 and worst(grads, reference) < 2e-6
+
+
+def line_of(mark: str) -> str:
+    """The file and line of this file that ends in a comment."""
+    lines = Path(__file__).read_text().splitlines()
+    return f"{Path(__file__).name}:{next(i for i, x in enumerate(lines, 1) if x.endswith(mark))}"
+
+
+def test_what_crosses_the_other_axes_has_the_line_of_the_loss():
+    """There the loss is traced a second time."""
+
+    def loss(p, given):
+        h = jnp.tanh(p["embed"][given["x"]])
+        y = (h + every_token(p, h)) @ p["head"]
+        return y.mean() * jnp.square(y).mean()  # two means
+
+    state, plan = sharded(DATA_EXPERT, "os")
+    at = re.escape(line_of("  # two means"))
+    with pytest.raises(gshard.GShardError, match=f"at .*{at} needs all examples of the batch"):
+        gshard.make_train_step(loss, plan, micro_batches=3)(state, batch())
+    step = gshard.make_train_step(loss, plan)
+    step.lower(state, batch())
+    found = {x.line.rsplit("/", 1)[-1] for x in step.loss_transfers if x.operation == "mul"}
+    assert found == {line_of("  # two means")}
+
+
+def test_micro_batches_of_a_balancing_loss_name_its_argument():
+    def loss(p, given, by_group=False):
+        h = jnp.tanh(p["embed"][given["x"]])
+        logits = h @ p["router"]
+        routing = gshard.expert.route(logits, 2)
+        balance = gshard.expert.load_balancing_loss(logits, routing, by_group=by_group)
+        return masked_loss(p, given) + balance
+
+    state, plan = sharded(DATA_EXPERT, "os")
+    with pytest.raises(
+        gshard.GShardError, match=r"load_balancing_loss .* 3 micro-.* by_group=True"
+    ):
+        gshard.make_train_step(loss, plan, micro_batches=3)(state, batch())
+
+
+def test_examples_of_one_device_are_taken_without_a_gather_over_the_others():
+    """A maximum over experts is on all of their devices, and each goes on with its examples."""
+
+    def loss(p, given):
+        h = jnp.tanh(p["embed"][given["x"]])
+        y = jnp.einsum("btd,edf->betf", h, p["experts"]["up"])
+        y = jnp.einsum("betf,efd->betd", jax.nn.silu(y), p["experts"]["down"]).max(1)
+        out = (h @ p["router"] @ p["router"].T + y) @ p["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(out, given["y"]).mean()
+
+    state, plan = sharded(DATA_EXPERT, "os")
+    step = gshard.make_train_step(loss, plan, donate=False)
+    step.lower(state, batch())
+    assert {x.kind for x in step.loss_transfers} == {"all-gather", "all-reduce"}
+    assert {x.axes for x in step.loss_transfers} == {("expert",)}
+    found, grad = gradients_of(loss, batch(), plan, state)
+    assert found < 2e-6 and grad < 2e-6
 
 
 @pytest.mark.parametrize("remat", quick(["full", "none"], ["full"]))

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gshard._util.errors import GShardError, warn
 from gshard._util.jaxpr import as_traced, bind, body_of, evaluate, in_scope, user_line
 from gshard._util.named_calls import name_of
+from gshard.expert.balance import SCOPE as BALANCE
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.examples import (
     exchange_examples,
@@ -332,6 +333,12 @@ class GlobalEvaluator:
 
     def one_batch_error(self, eqn: Any) -> GShardError:
         """The error for what needs all examples at once, where they come in micro-batches."""
+        if eqn is not None and BALANCE in str(eqn.source_info.name_stack):
+            return GShardError(
+                f"{self.place(eqn)}: load_balancing_loss multiplies two means over the whole "
+                f"batch, which comes in {self.micro_batches} micro-batches. Pass by_group=True to "
+                "it, which is a mean over groups, or micro_batches=1."
+            )
         return GShardError(
             f"{self.place(eqn)} needs all examples of the batch at once, and they come in "
             f"{self.micro_batches} micro-batches: a sum of losses over examples, or a quotient of "

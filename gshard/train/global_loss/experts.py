@@ -12,6 +12,7 @@ axis inside.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -67,6 +68,7 @@ class Experts(Sequences):
         evaluator = GlobalEvaluator((self.group.kept,), self.group.experts)
         evaluator.limit, evaluator.batches, evaluator.exchanges = self.limit, self.batches, True
         evaluator.other_axes = self.group.outer_axes
+        evaluator.partition = replace(evaluator.partition, shared=True)
         dims = [0 if jnp.ndim(x) else None for x in jax.tree.leaves(batch)]
         given = (self.group, dims, 1, trained, params, batch, rng, self.kept)
         return evaluator, evaluate_loss(evaluator, fun, *given)

@@ -76,11 +76,13 @@ class Partition:
       parts: devices times micro-batches.
       index: of this part, int32 scalar.
       zigzag: whether the order of the parts is reversed in every second of the `outer` blocks.
+      shared: whether another partition shares the same dimensions afterwards.
     """
 
     parts: int
     index: jax.Array
     zigzag: bool = False
+    shared: bool = False
 
     def fits(self, shape: Sequence[int], placement: Placement) -> bool:
         """Whether an array of this global shape can be placed so."""
@@ -103,7 +105,7 @@ class Partition:
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         d, outer, shape = placement.dim, placement.outer, x.shape
         n = shape[d] // (outer * self.parts)
-        if outer == 1:
+        if outer == 1 and not self.shared:
             return lax.dynamic_slice_in_dim(x, self.index * n, n, axis=d)
         blocks = x.reshape(*shape[:d], outer, self.parts, n, *shape[d + 1 :])
         blocks = mirrored(blocks, d) if self.zigzag else blocks
