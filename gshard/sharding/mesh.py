@@ -27,6 +27,7 @@ from gshard.sharding.topology import (
     SHARD_AXES,
     arrange,
     by_node,
+    in_rings,
 )
 
 
@@ -59,7 +60,8 @@ def make_mesh(
         parallelism. They come last, so that their devices are adjacent. gshard shards nothing over
         them.
       devices: the devices in mesh order. By default all of `jax.devices()`, those of one node next
-        to each other. The devices of a TPU torus are ordered by their coordinates.
+        to each other. The devices of a TPU torus are ordered by their coordinates, and those that
+        share sequences in rings of neighbours.
 
     Returns:
       A `jax.sharding.Mesh` whose axes all have the type `Auto`.
@@ -100,7 +102,8 @@ def make_mesh(
                 f"shape={shown(shape)} has an axis {axis!r} already: leave out {axis}={size}."
             )
     own = named | model
-    if shape is None and (found := arrange(given, replica, own)) is not None:
+    by_links = shape is None
+    if by_links and (found := arrange(given, replica, own)) is not None:
         return _mesh(*found)
     if shape is None:
         needed = replica * math.prod(own.values())
@@ -139,10 +142,12 @@ def make_mesh(
             f"the mesh {sizes} uses {needed} of {count} devices; {count - needed} stay idle. Pass "
             f"devices=jax.devices()[:{needed}] if that is meant."
         )
-    return _mesh(np.array(given[:needed]).reshape(tuple(sizes.values())), list(sizes))
+    return _mesh(np.array(given[:needed]).reshape(tuple(sizes.values())), list(sizes), by_links)
 
 
-def _mesh(devices: np.ndarray, names: list[str]) -> Mesh:
+def _mesh(devices: np.ndarray, names: list[str], by_links: bool = True) -> Mesh:
+    if by_links and SEQUENCE in names:
+        devices = in_rings(devices, names.index(SEQUENCE))
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 

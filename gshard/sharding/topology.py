@@ -116,6 +116,69 @@ def _taken(count: int, sizes: Sequence[int]) -> list[int] | None:
     return found if count == 1 else None
 
 
+def in_rings(devices: np.ndarray, axis: int) -> np.ndarray:
+    """Orders TPU devices along an axis of a mesh so that each is next to the one before, in a ring.
+
+    Where devices that send to their successors are far apart, as the last and the first one of a
+    line, XLA waits for what is sent: no permute of ring attention is asynchronous (seen in programs
+    for v5e, also along the 16 devices of a dimension that wraps around).
+
+    Other devices, and those of several slices, keep their order.
+    """
+    line = np.moveaxis(devices, axis, 0).reshape(devices.shape[axis], -1)[:, 0]
+    if any(x.platform != "tpu" for x in line) or len(set(map(node_of, line))) > 1:
+        return devices
+    coords = np.array([(*x.coords, x.core_on_chip) for x in line])
+    at = np.stack([np.unique(column, return_inverse=True)[1] for column in coords.T], -1)
+    at = at[:, at.max(0) > 0]
+    sizes = (at.max(0) + 1).tolist()
+    if not sizes or math.prod(sizes) != len(line):
+        return devices
+    ring = ring_of(sizes)
+    position = {tuple(x): i for i, x in enumerate(at.tolist())}
+    return devices.take([position[x] for x in ring], axis)
+
+
+def ring_of(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Orders the points of a grid so that each is next to the one before, the first to the last.
+
+    `sizes` are those of its dimensions, above 1.
+
+    There is no such ring in a line, or through an odd number of points. Then every second point
+    comes on the way there, and the others on the way back.
+
+    Example:
+      >>> ring_of([2, 3])
+      [(0, 1), (0, 2), (1, 2), (1, 1), (1, 0), (0, 0)]
+      >>> ring_of([5])
+      [(0,), (2,), (4,), (3,), (1,)]
+    """
+    size, *others = sizes
+    rest = _path(others)
+    if len(rest) > 1 and size % 2 == 0:
+        there = [(i, x) for i in range(size) for x in _turned(rest[1:], i)]
+        return [(i, *x) for i, x in [*there, *((i, rest[0]) for i in reversed(range(size)))]]
+    if size > 1 and len(rest) % 2 == 0:
+        there = [(i, x) for at, x in enumerate(rest) for i in _turned(range(1, size), at)]
+        return [(i, *x) for i, x in [*there, *((0, x) for x in reversed(rest))]]
+    path = _path(sizes)
+    return path[::2] + path[1::2][::-1]
+
+
+def _path(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Orders the points of a grid so that each is next to the one before."""
+    if not sizes:
+        return [()]
+    size, *others = sizes
+    rest = _path(others)
+    return [(i, *x) for i in range(size) for x in _turned(rest, i)]
+
+
+def _turned(points: Sequence[Any], row: int) -> Sequence[Any]:
+    """Every second row is walked backwards."""
+    return points[::-1] if row % 2 else points
+
+
 def crosses_nodes(devices: np.ndarray, axis: int) -> bool:
     """Whether devices along an axis of a mesh are on several nodes."""
     nodes = np.vectorize(node_of, otypes=[int])(devices)

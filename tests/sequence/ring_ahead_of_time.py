@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
+import gshard
 from gshard import sequence
 from gshard.analysis.aot.target import parse_target
 from gshard.analysis.hlo import read_program
@@ -24,10 +24,14 @@ from gshard.analysis.hlo.parser import read_module
 TOKENS, HEADS, KV_HEADS, FEATURES = 4096, 16, 8, 128  # tokens of one device
 
 
-def compiled(devices: Any, by: str) -> Any:
-    """Causal attention and its gradient, for so many tokens on each device."""
-    mesh = Mesh(np.array(devices), ("sequence",))
-    spec = jax.P(None, "sequence")
+def compiled(devices: Any, by: str, slices: int = 0) -> Any:
+    """Causal attention and its gradient, for so many tokens on each device.
+
+    `slices` of a sequence are on as many devices, by default on all.
+    """
+    slices = slices or len(devices)
+    mesh = gshard.make_mesh(sequence=slices, devices=devices)
+    spec = jax.P("shard", "sequence")
     mapped = jax.shard_map(
         partial(sequence.attention, causal=True, by=by),
         mesh=mesh,
@@ -42,7 +46,7 @@ def compiled(devices: Any, by: str) -> Any:
 
     q, k = (
         jax.ShapeDtypeStruct(
-            (1, TOKENS * len(devices), heads, FEATURES),
+            (len(devices) // slices, TOKENS * slices, heads, FEATURES),
             jnp.bfloat16,
             sharding=NamedSharding(mesh, spec),
         )
@@ -80,6 +84,10 @@ def main() -> None:
     ways = ("ring", "gather", "ulysses")
     found: dict[str, Any] = {by: facts(compiled(devices, by)) for by in ways}
     found["slice"] = TOKENS * KV_HEADS * 2 * FEATURES
+    if sys.argv[1].startswith("tpu"):
+        grid = parse_target("tpu-v5e:4x8").described_devices()
+        found["line"] = facts(compiled(grid, "ring", slices=8))
+        found["grid"] = facts(compiled(grid, "ring"))
     found["temporary_of_four"] = facts(compiled(devices[:4], "ring"))["temporary"]
     print(json.dumps(found))
 

@@ -170,7 +170,8 @@ def test_programs_for_gpu_and_tpu(target):
     """The last permute, which brings gradients home, has no products left to overlap with."""
     found = found_by("sequence.ring_ahead_of_time", target)
     assert found["ring"]["kinds"] == {"collective-permute": 3 * 7}
-    assert found["ring"]["synchronous"] == 0
+    for name in ("ring", *{"line", "grid"} & found.keys()):  # 8 of 4 x 8 devices, and all
+        assert found[name]["synchronous"] == 0, name
     assert found["ring"]["starts"] == found["ring"]["beside_products"] + 1
     # bfloat16 keys and values in both passes, and their gradients in float32
     assert found["ring"]["sent"] == (2 + 2 + 4) * found["slice"] * 7

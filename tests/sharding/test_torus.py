@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import jax
+import numpy as np
 import pytest
 
 import gshard
-from gshard.sharding.topology import torus_of
+from gshard.sharding.topology import ring_of, torus_of
 from tests.ahead_of_time import found_by
 
 
 def test_other_machines_have_none():
     assert torus_of(jax.devices()) is None
     assert dict(gshard.make_mesh().shape) == {"shard": len(jax.devices())}
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_a_ring_has_every_device_once_next_to_the_one_before(dimensions):
+    """A ring of neighbours exists through an even number of devices that are no line."""
+    for sizes in itertools.product(range(2, 7), repeat=dimensions):
+        ring = ring_of(sizes)
+        assert sorted(ring) == list(np.ndindex(sizes))
+        ends = zip(ring, [*ring[1:], ring[0]], strict=True)
+        hops = max(sum(abs(a - b) for a, b in zip(x, y, strict=True)) for x, y in ends)
+        neighbours = dimensions > 1 and math.prod(sizes) % 2 == 0
+        assert hops == (1 if neighbours or sizes == (2,) else 2), sizes
+
+
+def test_other_devices_share_sequences_in_their_order():
+    mesh = gshard.make_mesh(sequence=4)
+    assert list(mesh.devices.flat) == jax.devices()
 
 
 @pytest.mark.slow
