@@ -26,7 +26,8 @@ def shown(value: Any) -> str:
 
 
 _PLAIN = (str, int, float, type(None))
-MOST = 10**9  # devices, examples and so on: a larger number is surely a mistake
+MOST = 10**9  # examples and so on: a larger number is surely a mistake
+MOST_DEVICES = 10**6  # a plan lists each of them
 
 
 def check_integer(

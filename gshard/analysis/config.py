@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard._util.errors import GShardError, did_you_mean
-from gshard._util.validation import MOST, check_integer, shown
+from gshard._util.validation import MOST_DEVICES, check_integer, shown
 from gshard.analysis.allowed_imports import ModelOfFile
 from gshard.analysis.aot.target import Target, parse_target
 from gshard.analysis.setup import Choices, check_kept_axis
@@ -147,7 +147,7 @@ def _config_of(values: dict[str, Any], where: str) -> Config:
             raise GShardError(f"{where}: vary.{name}={shown(tried)} must be a list of values.")
     devices, target = values.get("devices"), None
     if devices is not None:
-        devices = check_integer("devices", devices, 1, most=MOST)
+        devices = check_integer("devices", devices, 1, most=MOST_DEVICES)
     if "target" in values:
         target = parse_target(values["target"])
         if devices not in (None, target.devices):
@@ -162,9 +162,9 @@ def _config_of(values: dict[str, Any], where: str) -> Config:
         parse_levels(values.get("levels", tuple(LEVELS))),
         devices,
         target,
-        check_integer("replica", values.get("replica", 1), 1, most=MOST),
+        check_integer("replica", values.get("replica", 1), 1, most=MOST_DEVICES),
         Choices(**{key: values[key] for key in chosen if key in values}),
         vary,
-        check_integer("sequence", values.get("sequence", 1), 1, most=MOST),
-        check_integer("expert", values.get("expert", 1), 1, most=MOST),
+        check_integer("sequence", values.get("sequence", 1), 1, most=MOST_DEVICES),
+        check_integer("expert", values.get("expert", 1), 1, most=MOST_DEVICES),
     )

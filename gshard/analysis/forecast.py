@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from gshard._util.errors import GShardError, did_you_mean
-from gshard._util.validation import MOST, check_integer, shown
+from gshard._util.validation import MOST_DEVICES, check_integer, shown
 from gshard.analysis.config import Config
 from gshard.analysis.forecast_report import Forecast, LevelForecast
 from gshard.analysis.memory.footprint import (
@@ -194,9 +194,9 @@ def abstract_mesh(
     devices: int, replica: int = 1, sequence: int = 1, expert: int = 1
 ) -> AbstractMesh:
     """Returns the mesh of `make_mesh` with these axes, without needing its devices."""
-    devices = check_integer("devices", devices, 1, most=MOST)
+    devices = check_integer("devices", devices, 1, most=MOST_DEVICES)
     given = {REPLICA: replica, EXPERT: expert, SEQUENCE: sequence}
-    given = {name: check_integer(name, size, 1, most=MOST) for name, size in given.items()}
+    given = {name: check_integer(name, size, 1, most=MOST_DEVICES) for name, size in given.items()}
     for name, size in given.items():
         if devices % size:
             raise GShardError(f"{name}={size} does not divide {devices} devices.")

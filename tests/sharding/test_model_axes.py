@@ -363,7 +363,10 @@ def test_what_cannot_be_is_said():
     ):
         with pytest.raises(gshard.GShardError, match=said):
             boxed_state(names, shape=shape)
-    with pytest.raises(gshard.GShardError, match="dimension 0 for w .*sharded over your own"):
+    with pytest.raises(
+        gshard.GShardError,
+        match="dimension 0 for w .*sharded over another mesh axis already: your own",
+    ):
         boxed_state(("model", None), rules={"w": 0})
     for box in (nn.Partitioned, nn.LogicallyPartitioned):
         with pytest.warns(
