@@ -13,10 +13,9 @@ import numpy as np
 from jax import core as jax_core
 from jax.ad_checkpoint import checkpoint_name
 
-from gshard._util.errors import GShardError, warn
+from gshard._util.errors import GShardError
 from gshard._util.jaxpr import as_traced, bind, body_of, evaluate, in_scope, user_line
 from gshard._util.named_calls import name_of
-from gshard.expert.balance import SCOPE as BALANCE
 from gshard.train.comm.collectives import group_index
 from gshard.train.comm.examples import (
     exchange_examples,
@@ -37,6 +36,7 @@ from gshard.train.global_loss.decide import decide, is_inlined
 from gshard.train.global_loss.draws import can_draw_part, iota_part, random_bits_part
 from gshard.train.global_loss.extremes import extreme_call
 from gshard.train.global_loss.halo import with_padding
+from gshard.train.global_loss.messages import check_limit, one_batch_error, warn_of_kept
 from gshard.train.global_loss.own_collectives import (
     is_own_collective,
     is_own_sum,
@@ -49,7 +49,6 @@ from gshard.train.global_loss.placement import (
     Partition,
     Placement,
     is_key,
-    size_in_bytes,
 )
 from gshard.train.global_loss.positions import of_literal, positions_of
 from gshard.train.global_loss.registry import Decision
@@ -302,12 +301,7 @@ class GlobalEvaluator:
         """Makes a value replicated: sums it over the devices, or all-gathers it."""
         kind = "sum" if value.placement == PARTIAL else "gather"
         if value.placement.kept:
-            warn(
-                f"{self.place(eqn)} all-gathers a parameter that is kept on {self.axes[0]!r}: "
-                "gshard knows no way to compute it on each device's experts. Use a product "
-                "(jnp.einsum) in which the experts are a dimension of both operands, and for "
-                "jax.lax.ragged_dot gshard.expert.dropless."
-            )
+            warn_of_kept(self, eqn)
         if self.micro_batches > 1:
             return self._sum_of_micro_batches(value, eqn)
         self.record(kind, value.aval, eqn)
@@ -333,20 +327,7 @@ class GlobalEvaluator:
 
     def one_batch_error(self, eqn: Any) -> GShardError:
         """The error for what needs all examples at once, where they come in micro-batches."""
-        if eqn is not None and BALANCE in str(eqn.source_info.name_stack):
-            return GShardError(
-                f"{self.place(eqn)}: load_balancing_loss multiplies two means over the whole "
-                f"batch, which comes in {self.micro_batches} micro-batches. Pass by_group=True to "
-                "it, which is a mean over groups, or micro_batches=1."
-            )
-        return GShardError(
-            f"{self.place(eqn)} needs all examples of the batch at once, and they come in "
-            f"{self.micro_batches} micro-batches: a sum of losses over examples, or a quotient of "
-            "such sums, does not. If it is an auxiliary output or new state, return the sums and "
-            "compute it after the step. Otherwise pass micro_batches=1 (jax.checkpoint saves "
-            "memory as well), or loss_semantics='per_micro_batch', which computes it for the "
-            "examples of one micro-batch over all devices."
-        )
+        return one_batch_error(self, eqn)
 
     def _part_from_nothing(self, value: Value, placement: Placement) -> Any:
         """Makes this device's part of a value that depends on no example."""
@@ -397,37 +378,10 @@ class GlobalEvaluator:
 
     def record(self, kind: str, aval: Any, eqn: Any) -> None:
         """Notes a collective that the loss needs."""
-        name = "result" if eqn is None else eqn.primitive.name
-        size = size_in_bytes(aval)
-        if kind == "gather" and self.limit is not None and size // self.batches > self.limit:
-            raise self._limit_error(aval, eqn)
+        name = "result" if eqn is None else name_of(eqn)
+        if kind == "gather":
+            check_limit(self, aval, eqn)
         self.transfers.append(Transfer.of(aval, kind, self._times, name, self._line_of(eqn)))
-
-    def _limit_error(self, aval: Any, eqn: Any) -> GShardError:
-        megabytes = [x / 1e6 for x in (size_in_bytes(aval) // self.batches, self.limit or 0)]
-        array, what = f"{aval.dtype}{list(aval.shape)}", "examples"
-        fix = (
-            "Act on each example by itself (for a kernel that does, gshard.by_examples says so), "
-            "raise gather_limit=, or pass loss_semantics='per_device', where each device sees its "
-            "own examples alone."
-        )
-        if self.exchanges:
-            fix = (
-                "Make the experts a dimension of both operands of a product, as "
-                "gshard.expert.dispatch does, or raise gather_limit=."
-            )
-        if not self.of_examples:
-            what = "positions of the sequence"
-            fix = (
-                "Attention is gshard.sequence.attention(q, k, v), which gathers nothing with "
-                "by='ring' or 'ulysses'. Otherwise act on each position by itself, raise "
-                "gather_limit=, or use a mesh without sequence=."
-            )
-        return GShardError(
-            f"{self.place(eqn)} mixes {what}, so that gshard all-gathers {array} "
-            f"({megabytes[0]:.3g} MB per device) at every step, more than "
-            f"gather_limit={megabytes[1]:.3g} MB. {fix}"
-        )
 
     def place(self, eqn: Any) -> str:
         """Names an equation and the user's line; None is the end of the loss."""

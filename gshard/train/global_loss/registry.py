@@ -27,6 +27,8 @@ class Evaluator(Protocol):
     other_axes: tuple[str, ...]
     partition: Partition
     micro_batches: int
+    batches: int
+    limit: int | None
     of_examples: bool
     exchanges: bool
     returned: list[bool]

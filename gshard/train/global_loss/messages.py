@@ -1,0 +1,69 @@
+"""What a user reads about a loss that needs more than each device has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gshard._util.errors import GShardError, warn
+from gshard.expert.balance import SCOPE as BALANCE
+from gshard.train.global_loss.placement import size_in_bytes
+from gshard.train.global_loss.registry import Evaluator
+
+_EXAMPLES = (
+    "Act on each example by itself (for a kernel that does, gshard.by_examples says so), "
+    "raise gather_limit=, or pass loss_semantics='per_device', where each device sees its own "
+    "examples alone."
+)
+_EXPERTS = (
+    "Make the experts a dimension of both operands of a product, as gshard.expert.dispatch does, "
+    "or raise gather_limit=."
+)
+_POSITIONS = (
+    "Attention is gshard.sequence.attention(q, k, v), which gathers nothing with by='ring' or "
+    "'ulysses'. Otherwise act on each position by itself, raise gather_limit=, or use a mesh "
+    "without sequence=."
+)
+
+
+def warn_of_kept(evaluator: Evaluator, eqn: Any) -> None:
+    """Warns of a kept parameter that is all-gathered for an equation."""
+    warn(
+        f"{evaluator.place(eqn)} all-gathers a parameter that is kept on {evaluator.axes[0]!r}: "
+        "gshard knows no way to compute it on each device's experts. Use a product (jnp.einsum) "
+        "in which the experts are a dimension of both operands, and for jax.lax.ragged_dot "
+        "gshard.expert.dropless."
+    )
+
+
+def one_batch_error(evaluator: Evaluator, eqn: Any) -> GShardError:
+    """The error for what needs all examples at once, where they come in micro-batches."""
+    place, count = evaluator.place(eqn), evaluator.micro_batches
+    if eqn is not None and BALANCE in str(eqn.source_info.name_stack):
+        return GShardError(
+            f"{place}: load_balancing_loss multiplies two means over the whole batch, which comes "
+            f"in {count} micro-batches. Pass by_group=True to it, which is a mean over groups, or "
+            "micro_batches=1."
+        )
+    return GShardError(
+        f"{place} needs all examples of the batch at once, and they come in {count} "
+        "micro-batches: a sum of losses over examples, or a quotient of such sums, does not. If it "
+        "is an auxiliary output or new state, return the sums and compute it after the step. "
+        "Otherwise pass micro_batches=1 (jax.checkpoint saves memory as well), or "
+        "loss_semantics='per_micro_batch', which computes it for the examples of one micro-batch "
+        "over all devices."
+    )
+
+
+def check_limit(evaluator: Evaluator, aval: Any, eqn: Any) -> None:
+    """Refuses to all-gather more than `gather_limit=` allows for one operation."""
+    limit, size = evaluator.limit, size_in_bytes(aval) // evaluator.batches
+    if limit is None or size <= limit:
+        return
+    what, fix = "examples", _EXPERTS if evaluator.exchanges else _EXAMPLES
+    if not evaluator.of_examples:
+        what, fix = "positions of the sequence", _POSITIONS
+    raise GShardError(
+        f"{evaluator.place(eqn)} mixes {what}, so that gshard all-gathers "
+        f"{aval.dtype}{list(aval.shape)} ({size / 1e6:.3g} MB per device) at every step, more than "
+        f"gather_limit={limit / 1e6:.3g} MB. {fix}"
+    )
