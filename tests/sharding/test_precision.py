@@ -234,8 +234,10 @@ def test_parameters_that_are_replaced_count(level):
 
 
 def test_init_function_abstract_state_and_the_plain_state_back():
+    params = initial()  # is cached: not first called in a trace
+
     def init():
-        return TrainState.create(apply_fn=None, params=initial(), tx=optax.adam(1e-2))
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
 
     made, plan = gshard.shard_train_state(
         init, mesh(), "p_g_os", min_shard_size=4, precision="bfloat16"
