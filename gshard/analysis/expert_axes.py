@@ -231,7 +231,7 @@ def expert_axes_table(found: Sequence[ExpertAxis]) -> list[Table | str]:
         return []
     network = any(x.network[0] for x in found)
     columns = ("sent", "with it", *(("between nodes", "with it") * network))
-    title = "With experts kept on an axis of the mesh, for the first option: bytes of one device"
+    title = "With experts kept on an axis, for the first option as traced: bytes of one device"
     columns = ("stored", "with it", *columns, "peak", "with it", "step")
     table = text_table(title, ("axis",), columns)
     for x in found:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import core
 
 from gshard._util.errors import GShardError
@@ -56,15 +57,16 @@ def dropless(
         several devices, E and R are those of one device.
       params: a tree of arrays with E on dimension 0.
       x: (G, T, D), the tokens.
-      routing: of these tokens, with `capacity_factor=None`.
+      routing: of these tokens, by `route` with `capacity_factor=None`, or any other in which no
+        token has the same expert twice (else the result may be NaN).
 
     Returns:
       (G, T, D') in the dtype of what `fun` returns: the sum over the experts of each token, by the
       weights of the routing.
 
     Raises:
-      GShardError: an array has another shape, the routing drops tokens, or `fun` closes over
-        parameters.
+      GShardError: an array has another shape, the routing drops tokens, `fun` closes over
+        parameters, or these are kept on another dimension than 0.
 
     Example:
       >>> def experts(params, rows, sizes):
@@ -82,6 +84,10 @@ def dropless(
         raise GShardError(
             f"The routing lets an expert take {routing.capacity} of the {tokens} tokens of a "
             "group. dropless has no capacity: pass capacity_factor=None to route."
+        )
+    if not callable(fun):
+        raise GShardError(
+            f"dropless({shown(fun)}, ...): pass a function of parameters, rows and sizes first."
         )
     paths, leaves, structure = flatten(params)
     for path, leaf in zip(paths, leaves, strict=True):
@@ -115,7 +121,7 @@ def _add_up(fun: Callable[..., Any], structure: Any, arrays: Sequence[Any]) -> j
     """
     *leaves, x, indices, weights, first = arrays
     experts, (groups, tokens, k) = leaves[0].shape[0], indices.shape
-    # A token goes to an expert once.
+    # A token has each expert at most once.
     most = groups * tokens * min(k, experts)
     expert = indices.reshape(-1) - first
     own = (expert >= 0) & (expert < experts)
@@ -124,7 +130,13 @@ def _add_up(fun: Callable[..., Any], structure: Any, arrays: Sequence[Any]) -> j
     sizes = jnp.bincount(expert, length=experts + 1)[:experts].astype(jnp.int32)
     taken, token = own[order][:, None], order // k
     rows = jnp.where(taken, x.reshape(groups * tokens, -1)[token], 0)
-    y = jnp.asarray(fun(jax.tree.unflatten(structure, leaves), rows, sizes))
+    y = fun(jax.tree.unflatten(structure, leaves), rows, sizes)
+    if not isinstance(y, (jax.Array, np.ndarray)):
+        raise GShardError(
+            f"dropless: fun returned {shown(y)}. Return one array ({most}, width), a row for each "
+            "row."
+        )
+    y = jnp.asarray(y)
     if y.ndim != 2 or len(y) != most:
         raise GShardError(
             f"dropless: fun returned shape {y.shape} for rows of shape {rows.shape}. Return an "
@@ -134,4 +146,6 @@ def _add_up(fun: Callable[..., Any], structure: Any, arrays: Sequence[Any]) -> j
     y = jnp.where(taken, y, 0) * weights[:, None]
     wide = jnp.promote_types(y.dtype, jnp.float32)
     total = jnp.zeros((groups * tokens, y.shape[1]), wide).at[token].add(y.astype(wide))
+    if k > experts:  # a token with the same expert twice has too few rows
+        total = jnp.where(jnp.sum(sizes) > most, jnp.nan, total)
     return total.astype(y.dtype).reshape(groups, tokens, -1)

@@ -26,7 +26,7 @@ class Routing:
     """Where the tokens of each group go, as `route` decides it.
 
     Attributes:
-      indices: int32 (G, T, K), the experts of each token, the best first.
+      indices: int32 (G, T, K), the experts of each token, the best first, each at most once.
       weights: float32 (G, T, K), by which the outputs of these experts are added up.
       places: int32 (G, T, K), how many earlier tokens of the group go to the same expert.
       experts: E.

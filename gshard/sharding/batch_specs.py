@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from gshard._util.errors import GShardError, did_you_mean, some, warn
 from gshard._util.pytree import flatten, subscript
 from gshard._util.text import bytes_of
-from gshard._util.validation import pattern, shown
+from gshard._util.validation import check_integer, pattern, shown
 from gshard.sharding.group import Group
 from gshard.sharding.topology import SEQUENCE
 
@@ -25,14 +25,17 @@ def checked_sequence_dims(given: Any, group: Group) -> SequenceDims:
     """Refuses what is no mapping from patterns to dimensions, and warns where it has no effect."""
     if given is None:
         return {}
-    dims = list(given.values()) if isinstance(given, Mapping) else [0]
-    if any(x is not None and (not isinstance(x, int) or x is True or x < 1) for x in dims):
+    if not isinstance(given, Mapping):
         raise GShardError(
             f"sequence_dims={shown(given)} must map path patterns of the batch to the dimension of "
             f"the sequence, from 1 on, or to None, such as {_EXAMPLE}."
         )
     for text in given:
         pattern(text, "sequence_dims")
+    given = {
+        text: dim if dim is None else check_integer(f"sequence_dims[{text!r}]", dim, 1)
+        for text, dim in given.items()
+    }
     if given and group.sequence == 1:
         warn(
             f"sequence_dims={shown(given)} changes nothing on a mesh without a sequence axis. "
@@ -78,6 +81,12 @@ def sequence_dims(
     size = group.sequence * slices
     fitting = [1 if n and n % size == 0 else None for n in lengths]
     found = [x if x != _DEFAULT else y for x, y in zip(asked, fitting, strict=True)]
+    if given and all(dim is None for dim in found):
+        raise GShardError(
+            "sequence_dims leaves no array of the batch with a sequence to shard over the "
+            f"{group.sequence} devices of the sequence axis. Name the dimension of one, such as "
+            f"{_EXAMPLE}, or use a mesh without sequence=."
+        )
     if all(dim is None for dim in found):
         raise GShardError(
             f"the mesh has a sequence axis of {group.sequence} devices, and no array of the batch "
@@ -114,9 +123,8 @@ def _check(path: str, shape: Sequence[int], dim: int, group: Group, slices: int)
             f"be shared by the {over}. Use sequences of {' or '.join(map(str, fitting))}, padded "
             f"and with a mask in the loss, {another}. (Targets that are "
             "inputs shifted by one: pass both, tokens[:, :-1] and tokens[:, 1:], or one array and "
-            "shift in the loss. Dimension 1 is no sequence, such as that of one-hot labels: "
-            "pass it as dimension 2, labels[:, None], or name the sequences of the batch, "
-            f"{_EXAMPLE} of shard_train_state.)"
+            f"shift in the loss. If dimension {dim} is no sequence, such as that of one-hot "
+            f"labels: sequence_dims={{{path!r}: None}} of shard_train_state.)"
         )
 
 
@@ -130,20 +138,22 @@ def warn_of_replicated(batch: Any, dims: Sequence[int | None], given: SequenceDi
         if not any(re.search(text, path) for path in paths):
             warn(
                 f"sequence_dims: the pattern {text!r} matches no array of the batch."
-                f"{did_you_mean(text, paths)} There are {some(sorted(paths))}."
+                f"{did_you_mean(text, paths)} There are {some(sorted(map(repr, paths)))}."
             )
     sizes = [math.prod(jnp.shape(x)) * getattr(x.dtype, "itemsize", 8) for x in leaves]
     largest = max((n for n, dim in zip(sizes, dims, strict=True) if dim is not None), default=0)
     for path, x, n, dim in zip(paths, leaves, sizes, dims, strict=True):
         named = _asked(path, given) != _DEFAULT
+        another = "If its sequence is another dimension, name that: "
+        another += f"sequence_dims={{{path!r}: 2}}. "
         if 0 < largest < n and dim is None and jnp.ndim(x) > 1 and not named:
+            another = another if jnp.ndim(x) > 2 else ""
             warn(
                 f"batch{subscript(path)} of shape {list(jnp.shape(x))} ({bytes_of(n)}) is not "
                 "sharded over the sequence axis: dimension 1 is not a multiple of it. Each device "
                 "of the axis has all of it, and computes as much as if there were no such axis "
-                f"(the largest array that is sharded has {bytes_of(largest)}). If it has another "
-                f"dimension of the sequence, name that: sequence_dims={{{path!r}: 2}} of "
-                f"shard_train_state. If it has none, sequence_dims={{{path!r}: None}}."
+                f"(the largest array that is sharded has {bytes_of(largest)}). {another}If it has "
+                f"no sequence, say so: sequence_dims={{{path!r}: None}} of shard_train_state."
             )
 
 

@@ -117,11 +117,12 @@ def _taken(count: int, sizes: Sequence[int]) -> list[int] | None:
 
 
 def in_rings(devices: np.ndarray, axis: int) -> np.ndarray:
-    """Orders TPU devices along an axis of a mesh so that each is next to the one before, in a ring.
+    """Orders TPU devices along an axis of a mesh in a ring.
 
-    Where devices that send to their successors are far apart, as the last and the first one of a
-    line, XLA waits for what is sent: no permute of ring attention is asynchronous (seen in programs
-    for v5e, also along the 16 devices of a dimension that wraps around).
+    Each is next to the one before or, in a line, two further. Where devices that send to their
+    successors are far apart, as the last and the first one of a line, XLA waits for what is sent:
+    no permute of ring attention is asynchronous (seen in programs for v5e, also along the 16
+    devices of a dimension that wraps around).
 
     Other devices, and those of several slices, keep their order.
     """

@@ -111,3 +111,7 @@ def test_what_cannot_be_is_refused():
         expert.dropless(product, {}, x, routing)
     with pytest.raises(GShardError, match=r"returned shape \(5, 60\) for rows of shape \(60, 5\)"):
         expert.dropless(lambda kernel, rows, sizes: rows.T, kernel, x, routing)
+    with pytest.raises(GShardError, match="pass a function of parameters, rows and sizes first"):
+        expert.dropless(kernel, kernel, x, routing)
+    with pytest.raises(GShardError, match=r"fun returned a tuple.* one array \(60, width\)"):
+        expert.dropless(lambda kernel, rows, sizes: (rows, sizes), kernel, x, routing)

@@ -124,6 +124,33 @@ def test_tokens_are_gathered_and_no_expert_is():
     assert sum(x.elements for x in over) < E * D * F // 2  # the embedding and the head alone
 
 
+def test_an_expert_that_a_token_has_twice_is_not_counted_once():
+    """Devices with one expert have one row for each token."""
+
+    def loss(p, given):
+        h = jnp.tanh(p["embed"][given["x"]])
+        all_first = jnp.zeros((*given["x"].shape, K), jnp.int32)
+        weights = jnp.ones(all_first.shape, jnp.float32)
+        twice = gshard.expert.Routing(all_first, weights, all_first, E, given["x"].shape[1])
+        kernel = {"up": p["experts"]["up"]}
+        experts = lambda p, rows, sizes: jax.lax.ragged_dot(rows, p["up"], sizes)  # noqa: E731
+        return gshard.expert.dropless(experts, kernel, h, twice).mean()
+
+    assert np.isfinite(loss(params(), batch()))  # a device with all experts has enough rows
+    state, plan = sharded({"expert": 8}, "os")
+    assert np.isnan(gshard.value_and_grad(loss, plan)(state.params, batch())[0])
+
+
+def test_parameters_that_are_kept_on_another_dimension_are_refused():
+    keep = {"up": ("expert", 2), "down": ("expert", 1)}
+    state, plan = sharded(DATA_EXPERT, "os", keep=keep)
+    said = (
+        r"dropless at .*kept on dimension [12], and the experts are dimension 0. .*\('expert', 0\)"
+    )
+    with pytest.raises(gshard.GShardError, match=said):
+        gshard.value_and_grad(LOSS, plan)(state.params, batch())
+
+
 def test_a_function_that_closes_over_parameters_is_refused():
     def loss(p, given):
         h = jnp.tanh(p["embed"][given["x"]])

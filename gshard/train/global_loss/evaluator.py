@@ -167,11 +167,13 @@ class GlobalEvaluator:
     def _evaluate_equation(self, eqn: Any, operands: list[Any]) -> list[Value]:
         values = [self._value(v, x) for v, x in zip(eqn.invars, operands, strict=True)]
         name = eqn.primitive.name
-        if values and self._puts_off_extremes:
-            found = extreme_call(eqn, values[0].placement)
-            if found is not None:
-                own = found.run(values[0].array)
-                return [self._extreme(eqn, values, own, found.largest)]
+        found = extreme_call(eqn, values[0].placement) if values else None
+        if found is not None and self._puts_off_extremes:
+            return [self._extreme(eqn, values, found.run(values[0].array), found.largest)]
+        if found is not None and not self.is_last:
+            self.record("extreme", eqn.outvars[0].aval, eqn)
+            own = found.over(self.axes)(values[0].array)
+            return [Value(REPLICATED, eqn.outvars[0].aval, own, depends=values[0].depends)]
         if is_inlined(self, eqn, [x.placement for x in values]):
             warn_of_transformed(self, eqn, [x.placement for x in values])
             body, consts = body_of(eqn)
@@ -250,6 +252,10 @@ class GlobalEvaluator:
         return value.converted[placement]
 
     def _convert(self, value: Value, placement: Placement, eqn: Any) -> Any:
+        if 0 in value.aval.shape and not is_key(value.aval):
+            return jnp.zeros(
+                self.partition.local_shape(value.aval.shape, placement), value.aval.dtype
+            )
         if value.array is None and placement.is_sharded and value.placement == REPLICATED:
             return self._part_from_nothing(value, placement)
         if value.array is None:

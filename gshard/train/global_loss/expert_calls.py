@@ -32,7 +32,14 @@ def decide_expert_call(given: Given, call: Call) -> Decision:
             "traced values. Pass what it needs in params, with the experts on dimension 0."
         )
     tokens = given.placements[leaves : leaves + _TOKENS]
-    if any(p.kept for p in given.placements[:leaves]):
+    kept = {p.dim for p in given.placements[:leaves] if p.is_sharded and p.kept}
+    if kept - {0}:
+        raise GShardError(
+            f"{given.evaluator.place(given.eqn)}: params are kept on dimension {max(kept)}, and "
+            "the experts are dimension 0. Keep that one, such as "
+            f"keep={{'experts/': ({given.evaluator.axes[0]!r}, 0)}}, or 1 for scanned layers."
+        )
+    if kept:
         experts = given.shapes[0][0] // partition.parts
 
         def run(values: list[Any]) -> list[Any]:

@@ -20,11 +20,16 @@ from gshard.train.global_loss.placement import Placement
 
 @dataclass(frozen=True)
 class Extreme:
-    """A maximum over `dims` and the devices of one axis, or a minimum, as `run` computes it."""
+    """A maximum over `dims` and the devices of `axes`, or a minimum, as `run` computes it."""
 
     run: Callable[..., Any]
     dims: tuple[int, ...]
     largest: bool
+    axes: tuple[str, ...]
+
+    def over(self, axes: Sequence[str]) -> Callable[[Any], Any]:
+        """Returns the same over more axes, as a call."""
+        return lambda x: extreme_for_next(x, self.dims, self.largest, (*self.axes, *axes))
 
 
 def extreme_for_next(x: Any, dims: tuple[int, ...], largest: bool, axes: Sequence[str]) -> Any:
@@ -36,7 +41,7 @@ def extreme_for_next(x: Any, dims: tuple[int, ...], largest: bool, axes: Sequenc
             return extreme_of_examples(x, dims, largest, axes)
 
     name = "reduce_max" if largest else "reduce_min"
-    return call_by_name(name, run, [x], lambda *_: Extreme(run, dims, largest))
+    return call_by_name(name, run, [x], lambda *_: Extreme(run, dims, largest, tuple(axes)))
 
 
 def extreme_call(eqn: Any, placement: Placement) -> Extreme | None:

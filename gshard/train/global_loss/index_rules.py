@@ -47,7 +47,7 @@ def slice_(given: Given) -> Decision | None:
 def _few_positions(given: Given, positions: range) -> Decision | None:
     """Sums what each device has of some positions, such as the first or the last."""
     (place,), partition, (shape,) = given.placements, given.partition, given.shapes
-    if len(positions) > _FEW or 2 * len(positions) >= shape[place.dim]:
+    if not positions or len(positions) > _FEW or 2 * len(positions) >= shape[place.dim]:
         return None
     if given.evaluator.of_examples or is_key(given.eqn.invars[0].aval):
         return None

@@ -11,6 +11,7 @@ from flax import nnx
 
 import gshard
 from gshard.analysis.monitor.mfu import model_flops
+from tests import experts
 from tests.processes import run_workers
 from tests.train.sequence.models import (
     Model,
@@ -99,6 +100,44 @@ def test_extremes_of_all_micro_batches(mesh):
     assert wanted["any"] and np.isnan(wanted["not a number"])
     for name, x in wanted.items():
         np.testing.assert_allclose(metrics["aux"][name], x, rtol=1e-5, err_msg=name)
+
+
+def test_extremes_of_micro_batches_where_experts_are_kept():
+    """They are taken over the sequence, then over the axis of the experts, then over the rest."""
+    given = experts.batch(tokens=8)
+
+    def loss(p, batch):
+        h = jnp.tanh(p["embed"][batch["x"]])
+        out = (h + experts.one_hot(p, h)) @ p["head"]
+        found = {name: extreme(out) for name, extreme in EXTREMES.items()}
+        return jnp.square(out).mean(), found
+
+    options = {"sequence": 2, "expert": 2}
+    state, plan = experts.sharded(options, "os")
+    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=3)
+    _, metrics = step(state, given)
+    value, wanted = jax.jit(loss)(experts.params(), given)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    for name, x in wanted.items():
+        np.testing.assert_allclose(metrics["aux"][name], x, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_slices_without_a_position(order):
+    def loss(params, batch):
+        x = jnp.tanh(params["w"] * batch["x"])
+        return jnp.square(jnp.concatenate([x[:, :0], x, x[:, 3:3]], 1)).mean()
+
+    given = {"x": np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)}
+    start = {"w": np.full(16, 0.5, np.float32)}
+    mesh = gshard.make_mesh(sequence=4)
+    state, plan = gshard.shard_train_state(
+        (start, optax.sgd(0.1)), mesh, "os", sequence_order=order, min_shard_size=0
+    )
+    value, grads = gshard.value_and_grad(loss, plan)(state.params, given)
+    wanted, exact = jax.value_and_grad(loss)(start, given)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    np.testing.assert_allclose(grads["w"], exact["w"], rtol=1e-5)
 
 
 def test_a_loader_and_steps_with_adam():
