@@ -74,7 +74,11 @@ class Job:
     def until_running(self, ranks: int, restart: int = 0) -> list[int]:
         """Waits until every rank trains; their pids."""
         files = [self.folder / f"{rank}.running-{restart}" for rank in range(ranks)]
-        until("training", lambda: all(f.exists() for f in files) or self.ended, LIMIT)
+
+        def written() -> bool:
+            return all(f.exists() and f.read_text() for f in files)
+
+        until("training", lambda: written() or self.ended, LIMIT)
         assert not self.ended, self.said
         return [int(f.read_text()) for f in files]
 
