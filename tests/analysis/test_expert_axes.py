@@ -147,7 +147,7 @@ def test_advice_has_the_axes(capsys):
     assert [len(x["sent"]) for x in data["expert_axes"]] == [2, 2, 2]
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "With experts kept on an axis of the mesh" in said
+    assert "With experts kept on an axis, for the first option as traced" in said
     assert "make_mesh(expert=8)" in said
     assert "shard_train_state(keep={'(^|/)(down|up)$': ('expert', 0)})" in said
     setup = load_setup(SETUP)
