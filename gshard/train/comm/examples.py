@@ -25,6 +25,39 @@ def mirrored(blocks: jax.Array, dim: int) -> jax.Array:
     return jnp.concatenate([first, jnp.flip(second, dim + 2)], dim + 1).reshape(shape)
 
 
+def with_neighbours(
+    x: jax.Array, dim: int, before: int, after: int, axis: str, zigzag: bool
+) -> list[jax.Array]:
+    """The slices of a device, each with positions before and after it, zeros beyond the ends."""
+    size = lax.axis_size(axis)
+    up = [(i, i + 1) for i in range(size - 1)]
+    down = [(i + 1, i) for i in range(size - 1)]
+    slices = jnp.split(x, 2, dim) if zigzag else [x]
+    last = lax.axis_index(axis) == size - 1
+
+    def ends(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        length = x.shape[dim]
+        first = lax.slice_in_dim(x, 0, after, axis=dim)
+        return first, lax.slice_in_dim(x, length - before, length, axis=dim)
+
+    def sent(x: jax.Array, pairs: list[tuple[int, int]], own: jax.Array | None) -> jax.Array:
+        """What the neighbour has; `own` on the last device, whose neighbour is its other slice."""
+        if not x.shape[dim]:
+            return x
+        received = lax.ppermute(x, axis, pairs)
+        return received if own is None else jnp.where(last, own, received)
+
+    edges = [*map(ends, slices)]
+    found = []
+    for i, x in enumerate(slices):
+        first, end = edges[i]
+        other = edges[1 - i] if zigzag else (None, None)
+        left = sent(end, down if i else up, other[1] if i else None)
+        right = sent(first, up if i else down, None if i else other[0])
+        found.append(jnp.concatenate([left, x, right], dim))
+    return found
+
+
 def in_zigzag_order(x: jax.Array, dim: int, axis: str) -> jax.Array:
     """Exchanges the halves of contiguous slices, so that each device has its two of zig-zag order.
 

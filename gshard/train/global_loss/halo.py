@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import Literal
 
 from gshard._util.jaxpr import JIT, bind, body_of
+from gshard.train.comm.examples import with_neighbours
 from gshard.train.global_loss.placement import REPLICATED
 from gshard.train.global_loss.registry import Decision, Given
 
@@ -41,44 +40,11 @@ def convolution_over_positions(given: Given) -> Decision | None:
 
     def run(values: list[Any]) -> list[Any]:
         x, kernel = values
-        slices = _with_neighbours(x, place.dim, before, after, axis, partition.zigzag)
+        slices = with_neighbours(x, place.dim, before, after, axis, partition.zigzag)
         found = [bind(given.eqn, [x, kernel], padding=tuple(padding))[0] for x in slices]
         return [jnp.concatenate(found, out_dim) if len(found) > 1 else found[0]]
 
     return Decision(given.placements, [place.on(out_dim)], run=run)
-
-
-def _with_neighbours(
-    x: jax.Array, dim: int, before: int, after: int, axis: str, zigzag: bool
-) -> list[jax.Array]:
-    """The slices of a device, each with positions before and after it, zeros beyond the ends."""
-    size = lax.axis_size(axis)
-    up = [(i, i + 1) for i in range(size - 1)]
-    down = [(i + 1, i) for i in range(size - 1)]
-    slices = jnp.split(x, 2, dim) if zigzag else [x]
-    last = lax.axis_index(axis) == size - 1
-
-    def ends(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        length = x.shape[dim]
-        first = lax.slice_in_dim(x, 0, after, axis=dim)
-        return first, lax.slice_in_dim(x, length - before, length, axis=dim)
-
-    def sent(x: jax.Array, pairs: list[tuple[int, int]], own: jax.Array | None) -> jax.Array:
-        """What the neighbour has; `own` on the last device, whose neighbour is its other slice."""
-        if not x.shape[dim]:
-            return x
-        received = lax.ppermute(x, axis, pairs)
-        return received if own is None else jnp.where(last, own, received)
-
-    edges = [*map(ends, slices)]
-    found = []
-    for i, x in enumerate(slices):
-        first, end = edges[i]
-        other = edges[1 - i] if zigzag else (None, None)
-        left = sent(end, down if i else up, other[1] if i else None)
-        right = sent(first, up if i else down, None if i else other[0])
-        found.append(jnp.concatenate([left, x, right], dim))
-    return found
 
 
 def with_padding(jaxpr: Any) -> Any:
