@@ -54,7 +54,8 @@ def dropless(
       fun: called as `fun(params, rows, sizes)` with `rows` (R, D) sorted by expert and int32
         `sizes` (E,), the rows of each expert. The rows after those of the last expert are zero,
         and what `fun` returns for them is not used. Returns (R, D'), of each row by itself. On
-        several devices, E and R are those of one device.
+        several devices, E and R are those of one device, whose experts are numbered from 0: what
+        differs between experts belongs in `params`.
       params: a tree of arrays with E on dimension 0.
       x: (G, T, D), the tokens.
       routing: of these tokens, by `route` with `capacity_factor=None`, or any other in which no

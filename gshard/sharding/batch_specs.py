@@ -144,10 +144,11 @@ def warn_of_replicated(batch: Any, dims: Sequence[int | None], given: SequenceDi
     largest = max((n for n, dim in zip(sizes, dims, strict=True) if dim is not None), default=0)
     for path, x, n, dim in zip(paths, leaves, sizes, dims, strict=True):
         named = _asked(path, given) != _DEFAULT
-        another = "If its sequence is another dimension, name that: "
-        another += f"sequence_dims={{{path!r}: 2}}. "
         if 0 < largest < n and dim is None and jnp.ndim(x) > 1 and not named:
-            another = another if jnp.ndim(x) > 2 else ""
+            another = ""
+            if jnp.ndim(x) > 2:
+                another = "If its sequence is another dimension, name that: "
+                another += f"sequence_dims={{{path!r}: 2}}. "
             warn(
                 f"batch{subscript(path)} of shape {list(jnp.shape(x))} ({bytes_of(n)}) is not "
                 "sharded over the sequence axis: dimension 1 is not a multiple of it. Each device "
