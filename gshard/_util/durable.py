@@ -76,6 +76,17 @@ def file_path(path: Any, call: str) -> Path:
         raise GShardError(f"{call}: path={shown(path)} leads nowhere: {error}.") from error
 
 
+def folder_path(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a folder; TensorStore refuses one that contains `..`.
+
+    Raises:
+      OSError, RuntimeError or ValueError: links in a circle, no home, a NUL.
+    """
+    folder = Path(path).expanduser().absolute()
+    # The parent of a link's target is not that of the link; links are kept wherever they can be.
+    return folder.resolve() if ".." in folder.parts else folder
+
+
 def read_regular(path: Path, most: int) -> bytes:
     """Reads a file; an `OSError` for what is no regular file, or has more than `most` bytes."""
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait

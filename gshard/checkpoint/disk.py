@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import jax
 
-from gshard._util.durable import make_folder, remove_folder, rename, write_file
+from gshard._util.durable import folder_path, make_folder, remove_folder, rename, write_file
 from gshard._util.errors import GShardError, some
 from gshard._util.validation import shown
 from gshard.checkpoint.checksums import Damage, verify_step
@@ -38,7 +38,7 @@ def as_directory(path: Any) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise GShardError(f"directory={shown(path)} must be the path of a directory.")
     try:
-        folder = Path(path).expanduser().absolute()
+        folder = folder_path(path)
         is_file = folder.exists() and not folder.is_dir()
     except (OSError, RuntimeError, ValueError) as error:
         raise GShardError(f"directory={shown(path)} cannot be used: {error}.") from error

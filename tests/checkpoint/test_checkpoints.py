@@ -666,6 +666,20 @@ def test_directories_that_cannot_be(tmp_path, run):
             call()
 
 
+@pytest.mark.parametrize("name", ["../steps", "a/../steps", "link/../steps", "run #1 50% ü&+=~"])
+def test_a_folder_with_an_unusual_path(tmp_path, run, monkeypatch, name):
+    """The parent of a link is that of its target, as for other programs."""
+    (tmp_path / "here" / "a").mkdir(parents=True)
+    (tmp_path / "far" / "target").mkdir(parents=True)
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "far" / "target")
+    monkeypatch.chdir(tmp_path / "here")
+    with gshard.Checkpointer(name) as checkpointer:
+        checkpointer.save(1, run.state)
+    assert os.path.isdir(f"{name}/1")
+    with gshard.Checkpointer(name) as checkpointer:
+        assert checkpointer.restore(like=run.state).step == 1
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions of POSIX")
 def test_no_permission(tmp_path, run, monkeypatch):
     if os.geteuid() == 0:  # whom nothing is forbidden
