@@ -16,6 +16,8 @@ from tests.tiers import files_of_shard, is_slow_case, parse_shard, slow_cases, s
 
 DEVICES = 8
 LARGE_BYTES = 0.9e9  # of a worker, which stays below tests.tiers.WORKER_BYTES
+GROWTH_BYTES = 0.25e9  # since programs were freed: what else a worker holds is not freed with them
+left_bytes = [0.0]  # in this worker after programs were freed, newest last
 FLAGS = (
     f"--xla_force_host_platform_device_count={DEVICES}",
     FAST_COMPILATION,
@@ -86,14 +88,20 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Frees programs after each test file, and in between where a worker has grown large."""
+    """Frees programs where a worker has grown: after a test file by little, in between by much."""
     result = yield
     last = nextitem is None or nextitem.path != item.path
-    if last or psutil.Process().memory_info().rss > LARGE_BYTES:
+    grown = resident_bytes() - left_bytes[-1]
+    if grown > (GROWTH_BYTES / 3 if last else max(GROWTH_BYTES, LARGE_BYTES - left_bytes[-1])):
         free_programs()
+        left_bytes.append(resident_bytes())
     if signal.signal(signal.SIGTERM, SIGTERM) is not SIGTERM:
         pytest.fail("the test has left a handler of SIGTERM to those after it")
     return result
+
+
+def resident_bytes() -> int:
+    return psutil.Process().memory_info().rss
 
 
 def free_programs():
