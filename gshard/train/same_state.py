@@ -39,6 +39,10 @@ _LIBRARIES = ("gshard", "jax", "jaxlib", "flax", "optax")
 ADVICE = {
     "versions": "Install the same versions for every process.",
     "the mesh": "Make the same mesh on every process.",
+    "the use of the mesh axes": (
+        "Give shard_train_state the same keep=, shard_axes=, replica_axes= and sequence_order= on "
+        "every process."
+    ),
     "the level": "Give the same level on every process.",
     "the plan": (
         "Make the same model and optimizer on every process, and give shard_train_state the same "
@@ -129,7 +133,8 @@ def plan_facts(plan: Plan) -> dict[str, list[str]]:
     ids = [] if isinstance(mesh, AbstractMesh) else [str(d.id) for d in mesh.devices.flat]
     return {
         "versions": _versions(),
-        "the mesh": [f"{dict(mesh.shape)}, data axes {plan.data_axes}", *ids],
+        "the mesh": [f"{dict(mesh.shape)}", *ids],
+        "the use of the mesh axes": [f"data axes {plan.data_axes}, {plan.sequence_order} sequences"],
         "the level": [plan.level.name],
         "the plan": [*lines, *grads],
     }

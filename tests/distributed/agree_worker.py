@@ -32,8 +32,9 @@ def sharded(seed: int = 0, level: str = "os", **options: Any) -> Any:
 
     own = params(seed, options.pop("dtype", "float32"))
     tx = options.pop("tx", optax.adam(1e-2))
+    mesh = gshard.make_mesh(options.pop("mesh", None))
     options = {"min_shard_size": 0, **options}
-    return gshard.shard_train_state((own, tx), gshard.make_mesh(), level, **options)
+    return gshard.shard_train_state((own, tx), mesh, level, **options)
 
 
 def values(state: Any) -> str:
@@ -84,6 +85,10 @@ def states(rank: int) -> dict[str, Callable[[], Any]]:
         "broadcast_equal": lambda: values(sharded(0, "p_g_os", broadcast_from=0)[0]),
         "broadcast_on_one": lambda: sharded(0, broadcast_from=[None, 0][rank]),
         "broadcast_from_nobody": lambda: sharded(0, broadcast_from=2),
+        "mesh": lambda: sharded(0, mesh=[{"data": 4}, {"data": 2, "expert": 2}][rank]),
+        "kept": lambda: sharded(
+            0, mesh={"data": 2, "expert": 2}, keep=[{"w": ("expert", 0)}, None][rank]
+        ),
         "level": lambda: sharded(0, ["os", "p_g_os"][rank]),
         "dtype": lambda: sharded(0, dtype=["float32", "float16"][rank]),
         "optimizer": lambda: sharded(0, tx=[optax.adam(1e-2), optax.sgd(1e-2)][rank]),
