@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.errors import GShardError, did_you_mean, warn
 from gshard._util.validation import check_integer, shown
 
 Score = Literal["softmax", "sigmoid"]
@@ -70,7 +70,8 @@ def route(
     Args:
       logits: (G, T, E), what the router computes for each token; used in float32.
       k: experts of a token, 1 to E.
-      capacity_factor: as above; None for experts that take every token of a group.
+      capacity_factor: as above; None for experts that take every token of a group. Warns of one
+        with which more than half of the assignments are always dropped.
       score: `"softmax"` over the experts, or `"sigmoid"` of each (DeepSeek-V3, arXiv 2412.19437,
         section 2.1.2).
       bias: (E,), added to the scores for the choice alone, and not to the weights (`update_bias`).
@@ -132,7 +133,15 @@ def _capacity(tokens: int, k: int, experts: int, factor: Any) -> int:
             f"capacity_factor={shown(factor)} must be a number above 0, such as 1.25, or None for "
             "experts that take every token."
         )
-    return min(tokens, math.ceil(tokens * k / experts * float(factor)))
+    capacity = min(tokens, math.ceil(tokens * k / experts * float(factor)))
+    if 2 * capacity * experts < tokens * k:
+        lost = 1 - capacity * experts / (tokens * k)
+        warn(
+            f"capacity_factor={factor} drops at least {lost:.0%} of the assignments of tokens to "
+            f"experts, even if all experts get equally many: each takes {capacity} of the {tokens} "
+            "tokens of a group. Choose 1.0 or more, or None."
+        )
+    return capacity
 
 
 def dispatch(x: Any, routing: Routing) -> jax.Array:

@@ -134,7 +134,9 @@ def plan_facts(plan: Plan) -> dict[str, list[str]]:
     return {
         "versions": _versions(),
         "the mesh": [f"{dict(mesh.shape)}", *ids],
-        "the use of the mesh axes": [f"data axes {plan.data_axes}, {plan.sequence_order} sequences"],
+        "the use of the mesh axes": [
+            f"data axes {plan.data_axes}, {plan.sequence_order} sequences"
+        ],
         "the level": [plan.level.name],
         "the plan": [*lines, *grads],
     }

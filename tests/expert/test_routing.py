@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gshard import GShardError, expert
+from gshard import GShardError, GShardWarning, expert
 from gshard.expert.balance import load
 from tests.experts import MODELS, batch, params
 
@@ -57,6 +57,12 @@ def test_tokens_go_where_a_loop_sends_them(factor, score):
 def test_a_capacity_factor_may_be_a_number_of_numpy():
     assert expert.route(logits(), K, capacity_factor=np.float32(1.5)).capacity == 8
     assert expert.route(logits(), K, capacity_factor=np.int64(1)).capacity == 5
+
+
+def test_a_capacity_that_always_drops_more_than_half_is_warned_of():
+    with pytest.warns(GShardWarning, match="capacity_factor=0.2 drops at least 80% of the"):
+        routing = expert.route(np.zeros((1, 20, 2)), 2, capacity_factor=0.2)
+    assert float(expert.dropped(routing)) >= 0.8
 
 
 def test_later_tokens_and_other_groups_change_nothing():
