@@ -285,7 +285,7 @@ def _levels_table(found: Explanation) -> Table:
     made = text_table(
         f"The same state at every level, bytes on one device ({several} in a step)",
         ("level",),
-        ("stored", "saves", "gradients", "largest layer gathered", "host", "sent in a step"),
+        ("stored", "saves", "gradients", "largest layer gathered", "host", "sent for the state"),
     )
     labels = {found.level: f"{found.level} (now)"}
     for name, x in found.levels.items():
@@ -297,7 +297,8 @@ def _levels_table(found: Explanation) -> Table:
 def _wire_table(found: Explanation) -> Table:
     first = next(iter(found.wire.values()))
     return text_table(
-        f"Sent by one device in one step at level {found.level}, by way to accumulate",
+        "Sent by one device in one step for parameters and gradients at level "
+        f"{found.level}, by way to accumulate",
         ("micro-batches",),
         ("as the level says", *list(first)[1:]),
         [(str(k), *map(bytes_of, row.values())) for k, row in found.wire.items()],
