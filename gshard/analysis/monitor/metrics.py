@@ -111,7 +111,9 @@ class Metrics:
           info: what the step returned next to the state: numbers, and arrays on the devices that
             are not donated. Nested ones are named by their path; arrays with several entries are
             left out. Add your own: `{**info, "learning_rate": schedule(n)}`.
-          batch: its batch. Not needed after a step of `make_train_step`, whose batch is known.
+          batch: its batch. Not needed after a step of `make_train_step`, whose batch is known. Of
+            arrays on the host each process is taken to have other examples: where processes share
+            sequences, pass what `shard_batch` returned.
           number: the number of the step. None: that of the train state; without `make_train_step`,
             how often this was called.
 
