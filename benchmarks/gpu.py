@@ -32,6 +32,7 @@ SECTIONS = {  # name: title, limit in seconds
     "planned": ("planned next to measured", 360),
     "offload": ("offload to host memory", 150),
     "processes": ("processes", 180),
+    "ranks": ("four processes on one device match plain jit", 300),
     "overlap": ("overlap of collectives with computation", 150),
     "dtypes": ("bfloat16 and float8", 240),
 }

@@ -7,7 +7,6 @@ A section returns a dict of `rows` (dicts with the same keys), a `note` that say
 from __future__ import annotations
 
 import collections
-import math
 import os
 import tempfile
 import time
@@ -18,13 +17,13 @@ from statistics import median
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 import gshard
 from benchmarks.calibration import calibration  # noqa: F401 (a section, found by its name)
 from benchmarks.footprint import compiled_peak
-from benchmarks.groups import free_address
+from benchmarks.gpu_ranks import LOSS_TOLERANCE, PARAMS_TOLERANCE, cases, distance
+from benchmarks.groups import ProcessGroup, free_address
 from benchmarks.machine import target_of
 from benchmarks.models import Problem, gpt, mlp
 from benchmarks.programs import Program, by_gshard, on_one_device
@@ -43,9 +42,7 @@ from gshard.sharding.level import LEVELS
 
 Found = dict[str, Any]
 JIT = "jit"
-# AdamW divides by the size of a gradient, which enlarges rounding errors where it is almost zero.
-# On CPU they reach 1e-4 of what training changes in the parameters of a GPT.
-LOSS_TOLERANCE, PARAMS_TOLERANCE = 1e-5, 1e-2
+RANKS = 4  # processes that share a GPU
 PLANNED = [("gpt-scan", level) for level in reversed(LEVELS)]
 PLANNED += [(name, level) for name in ("gpt-remat", "mlp") for level in ("dp", "p_g_os")]
 _TRACED = 3  # steps
@@ -103,7 +100,7 @@ def correctness(small: bool) -> Found:
                         "level": level,
                         "loss": own[-1],
                         "loss_off": max(abs(a / b - 1) for a, b in zip(own, losses, strict=True)),
-                        "params_off": _off(program.state()[0], wanted, problem.params),
+                        "params_off": distance(program.state()[0], wanted, problem.params),
                     }
                 )
     wrong = [
@@ -233,6 +230,24 @@ def _alone() -> list[float]:
     return [sum_over_processes()]
 
 
+def ranks(small: bool) -> Found:
+    """Four processes that share a GPU, or have a CPU device each, next to plain `jit`."""
+    group, rows, wrong = ProcessGroup("benchmarks.gpu_ranks", [], RANKS), [], []
+    try:
+        for name, case in cases(RANKS).items():
+            first, *others = group.step()
+            rows.append(first)
+            near = first["loss_off"] <= case.loss_off and first["params_off"] <= case.params_off
+            if not near or any(row["loss"] != first["loss"] for row in others):
+                wrong.append(name)
+        group.end()
+    finally:
+        group.stop()
+    note = "largest relative difference of a loss; distance of parameters over what training moved"
+    said = f"not those of plain jit: {', '.join(wrong)}" if wrong else None
+    return {"rows": rows, "note": note, "wrong": said}
+
+
 def overlap(small: bool) -> Found:
     """A trace of three steps: how much of the collectives' time computation overlaps."""
     mesh = gshard.make_mesh()
@@ -335,15 +350,3 @@ def _untrained(rows: list[Found], key: str) -> str | None:
     """The rows whose loss did not fall."""
     names = ", ".join(row[key] for row in rows if not row["last_loss"] < row["first_loss"])
     return f"the loss does not fall: {names}" if names else None
-
-
-def _off(own: Any, wanted: Any, start: Any) -> float:
-    """The distance between trained parameters, over how far training has moved them."""
-
-    def distance(a: Any, b: Any) -> float:
-        both = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-        return math.sqrt(
-            sum(float(np.square(np.asarray(x) - np.asarray(y)).sum()) for x, y in both)
-        )
-
-    return distance(own, wanted) / distance(wanted, start)

@@ -65,15 +65,20 @@ def mlp(width: int = 256, layers: int = 4, float8: bool = False) -> Problem:
 
 
 def gpt(
-    width: int = 192, layers: int = 4, length: int = 32, scan: bool = False, remat: bool = False
+    width: int = 192,
+    layers: int = 4,
+    length: int = 32,
+    scan: bool = False,
+    remat: bool = False,
+    experts: int = 0,
 ) -> Problem:
-    model = GPT(width, layers, heads=4, scan=scan, remat=remat)
+    model = GPT(width, layers, heads=4, scan=scan, remat=remat, experts=experts)
     rng = np.random.default_rng(0)
 
     def batch(examples: int) -> np.ndarray:
         return rng.integers(0, BYTES, size=(examples, length + 1)).astype(np.uint8)
 
-    params = _whole(model, batch(1)[:, :-1])["params"]
+    params = nn.meta.unbox(_whole(model, batch(1)[:, :-1])["params"])
     return Problem(partial(next_byte_loss, model), params, batch, ("blocks",) if scan else ())
 
 

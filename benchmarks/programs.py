@@ -40,7 +40,7 @@ def on_one_device(problem: Problem, examples: int) -> Program:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     params, batch = jax.device_put((_copy(problem.params), problem.batch(examples)), place)
     opt_state = jax.jit(tx.init)(params)
     return _program(jax.jit(step, donate_argnums=(0, 1)), params, opt_state, batch)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from benchmarks import gpu_sections
+from benchmarks import gpu_ranks, gpu_sections
 from benchmarks.advice import spearman
 from benchmarks.gpu import SCHEMA, SECTIONS, section, write
 from benchmarks.groups import ProcessGroup
@@ -227,6 +227,8 @@ def test_the_gpu_check_runs_on_eight_virtual_devices(tmp_path):
     assert [row["level"] for row in rows["correctness"]] == 2 * ["dp", "os", "os_g", "p_g_os"]
     assert {row["program"] for row in rows["step_time"]} == {"jit", "dp", "p_g_os"}
     assert 0.5 < rows["planned"][0]["planned_to_compiler"] < 2
+    assert [row["case"] for row in rows["ranks"]] == list(gpu_ranks.cases(gpu_sections.RANKS))
+    assert 0 < rows["ranks"][-1]["params_off"]  # what is sent in 8 bits is rounded
     assert "pinned_host" in rows["offload"][1]["stored"]
     for row in rows["overlap"]:
         assert row["collectives"] > 0 and row["collective_seconds"] > 0 and 0 <= row["share"] <= 1
