@@ -9,6 +9,7 @@ Metrics and profiles observe the train steps here too.
 
 from __future__ import annotations
 
+import atexit
 import json
 import mmap
 import os
@@ -26,6 +27,7 @@ STATUS_FILE = "GSHARD_STATUS_FILE"
 WIDTH = 20  # characters of the number of the last step
 NO_STEP = b"".ljust(WIDTH) + b"\n"  # the first line of a new file
 
+_EXIT_TIMEOUT = 10.0  # seconds that a script waits at its end for the result of its first step
 _LONG_COMPILATION = 1.0  # seconds; of the programs of gshard's own every one is told
 
 observers: list[Observer] = []  # of all train steps of this process
@@ -99,18 +101,18 @@ class StepNumber:
     def __init__(self) -> None:
         self._number, self._calls, self._restores, self._began = 0, 0, -1, 0.0
 
-    def begin(self, step: Any, skipped: Any = 0) -> None:
+    def begin(self, step: Any, skipped: Any = 0, is_other: bool = False) -> None:
         """Begins a call.
 
-        At the first one, and after a restore, `step` is the number before it, and `skipped` that of
-        the steps skipped until then.
+        At the first one, after a restore, and with a state that the last call did not return,
+        `step` is the number before it, and `skipped` that of the steps skipped until then.
         """
         if _map is None and not observers:
             self._restores = -1  # whoever asks later begins with the number of then
             return
         if isinstance(step, core.Tracer):
             return
-        if self._restores != _restores:
+        if is_other or self._restores != _restores:
             self._restores, self._number, self._began = _restores, int(step), time.monotonic()
             self._calls = self._number + int(skipped)
         for observer in list(observers):
@@ -145,7 +147,10 @@ class StepNumber:
                 jax.block_until_ready(result)
                 tell("first_step", step, time.monotonic() - began)
 
-        threading.Thread(target=wait, name="gshard-first-step", daemon=True).start()
+        thread = threading.Thread(target=wait, name="gshard-first-step", daemon=True)
+        thread.start()
+        # Python ends a daemon inside of XLA by an exception, which aborts the process.
+        atexit.register(thread.join, _EXIT_TIMEOUT)
 
 
 def last_step() -> int | None:

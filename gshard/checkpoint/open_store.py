@@ -19,7 +19,17 @@ _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/{1,2})(.*)", re.DOTALL)
 def open_store(address: Any) -> Store:
     """The store at a path or an address; nothing is made there yet."""
     where, in_store = resolve(address, "directory")
-    return ObjectStore(where) if in_store else Disk(as_directory(where))
+    if in_store:
+        return ObjectStore(where)
+    folder = as_directory(where)
+    if STEP.fullmatch(folder.name) and (folder / MANIFEST).is_file():
+        parent, step = folder.parent, folder.name
+        raise GShardError(
+            f"directory={str(where)!r} is step {step} of the checkpoints in {parent}. Pass that "
+            "directory, and the step to restore: "
+            f"gshard.Checkpointer({str(parent)!r}).restore(step={step}, like=...)."
+        )
+    return Disk(folder)
 
 
 def resolve(given: Any, argument: str) -> tuple[Any, bool]:

@@ -38,6 +38,14 @@ def warn_if_not_joined() -> None:
             f"this process was started as one of {processes}, and has not joined the others: each "
             "trains alone. Call gshard.distributed.initialize() before anything else uses JAX."
         )
+        return
+    torch = os.environ.get("WORLD_SIZE", "1")
+    if torch != "1" and "RANK" in os.environ and not jax.distributed.is_initialized():
+        warn(
+            f"RANK and WORLD_SIZE say that this process is one of {torch}, as of torchrun. gshard "
+            "does not read them: each trains alone. Start the script by `gshard launch`, or call "
+            "gshard.distributed.initialize(coordinator_address, num_processes, process_id)."
+        )
 
 
 def initialize(

@@ -24,6 +24,7 @@ from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.level import LevelChoice, is_auto, parse_level
 from gshard.sharding.make_plan import PlanRequest, plan_state
 from gshard.sharding.mesh import warn_of_compilation_cache
+from gshard.sharding.padded_storage import remember
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import as_precision
 from gshard.sharding.quantized_array import (
@@ -296,6 +297,7 @@ def shard_and_advise(
     if isinstance(mesh, Mesh):
         warn_of_compilation_cache(mesh)
         warn_if_not_joined()
+        remember(plan)
     source = wanted["broadcast_from"]
     if made_by is not None and isinstance(mesh, Mesh):
         init_args = agree_on_state(plan, tuple(init_args), "init_args=", source)

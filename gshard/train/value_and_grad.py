@@ -112,7 +112,7 @@ def value_and_grad(
     check_options(plan, options, sync)
     names, name = names_of("mutable", mutable), f"the loss {place_of(loss_fn)}"
 
-    def on_batch(target: Any, batch: Any, *, rng: Any = None, **collections: Any) -> Any:
+    def on_batch(target: Any, batch: Any, /, *, rng: Any = None, **collections: Any) -> Any:
         parts = plan.kind.split_target(target, collections)
         pure = plan.kind.loss(loss_fn, names, parts.static)
         stage = GradientStage(pure, plan, options, name)

@@ -230,9 +230,9 @@ class Watch:
         if isinstance(guard.row, core.Tracer):
             return
         self._number.end(guard.row)
+        self._last = after.row
         if self._most is not None:
             self._seen.append((guard, flags))
-            self._last = after.row
 
     def look(self, before: Guard, step: Any) -> None:
         """Checks earlier steps, before one starts with a state of the guard and step number given.
@@ -240,7 +240,8 @@ class Watch:
         Recorded guards do not belong to a state that the last step did not return. Raises a
         `NonFiniteError` if `most` steps in a row were not finite.
         """
-        if before.row is not self._last:
+        is_other = before.row is not self._last
+        if is_other:
             self._seen.clear()
             self._row = 0
         while self._seen and (len(self._seen) >= LATE or self._has_ended(self._seen[0][0])):
@@ -261,7 +262,7 @@ class Watch:
                     "that step (jax_debug_nans finds the operation), lower the learning rate, or "
                     "with float16 pass scaler=gshard.GradScaler(). max_bad_steps= sets the limit."
                 )
-        self._number.begin(step, before.skipped)
+        self._number.begin(step, before.skipped, is_other)
 
     def _has_ended(self, guard: Guard) -> bool:
         return jax.process_count() == 1 and guard.row.is_ready()

@@ -179,6 +179,25 @@ def test_skipped_steps_have_no_number_and_do_not_spoil_the_mean():
     assert number == 3
 
 
+def test_a_step_with_another_state_counts_as_that_state_does():
+    """Seeds of a sweep, and two states in turn."""
+    state, _, step = make(donate=False)
+    fresh, rows = state, Rows()
+    with gshard.Metrics(every=2, writers=[rows]) as metrics:
+        for _ in range(4):
+            state, info = step(state, batch())
+            metrics.step(info)
+        for _ in range(2):
+            fresh, info = step(fresh, batch())
+            metrics.step(info)
+        for _ in range(2):
+            state, info = step(state, batch())
+            fresh, info = step(fresh, batch())
+        metrics.step(info)
+    assert [number for number, _ in rows] == [2, 4, 2, 4] == [2, int(state.step) - 2, 2, 4]
+    assert int(fresh.step) == 4
+
+
 def test_integers_and_the_loss_scale_are_the_last_and_nested_values_have_paths():
     rows = Rows()
     with gshard.Metrics(every=2, writers=[rows]) as metrics:

@@ -666,6 +666,15 @@ def test_directories_that_cannot_be(tmp_path, run):
             call()
 
 
+def test_the_folder_of_a_step_is_no_directory_of_steps(written, run):
+    """Its next save would write into the step, which then counts as damaged."""
+    with pytest.raises(
+        gshard.GShardError, match="is step 20 of the checkpoints in .*restore.step=20"
+    ):
+        gshard.Checkpointer(written / "20")
+    assert gshard.Checkpointer(written).verify(20) == []
+
+
 @pytest.mark.parametrize("name", ["../steps", "a/../steps", "link/../steps", "run #1 50% ü&+=~"])
 def test_a_folder_with_an_unusual_path(tmp_path, run, monkeypatch, name):
     """The parent of a link is that of its target, as for other programs."""

@@ -466,9 +466,10 @@ def test_variables_of_a_job_that_cannot_be(monkeypatch):
         ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "ok", "rank 1 of 4, by SLURM_PROCID"),
         ({"SLURM_NTASKS": "4"}, "warn", "srun did not start this process: it is alone"),
         ({"SLURM_NTASKS": "1"}, "ok", "this process is alone"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "warn", "RANK=0 and WORLD_SIZE=2, as of torchrun"),
     ],
 )
-def test_slurm(told, ok, said, monkeypatch):
+def test_launchers_of_others(told, ok, said, monkeypatch):
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_JOB_ID", "7")

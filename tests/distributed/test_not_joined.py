@@ -16,3 +16,13 @@ def test_a_process_that_has_not_joined_the_others(monkeypatch, recwarn, processe
     gshard.shard_train_state((params, optax.sgd(0.1)), gshard.make_mesh(), "os", min_shard_size=1)
     said = [str(x.message) for x in recwarn if "one of 2, and has not joined" in str(x.message)]
     assert len(said) == warns and all("gshard.distributed.initialize()" in x for x in said)
+
+
+@pytest.mark.parametrize(("processes", "warns"), [("2", True), ("1", False)])
+def test_a_process_that_torchrun_started(monkeypatch, recwarn, processes, warns):
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    monkeypatch.setenv("RANK", "0")
+    params = {"w": np.ones((8, 8), np.float32)}
+    gshard.shard_train_state((params, optax.sgd(0.1)), gshard.make_mesh(), "os", min_shard_size=1)
+    said = [str(x.message) for x in recwarn if "one of 2, as of torchrun" in str(x.message)]
+    assert len(said) == warns and all("`gshard launch`" in x for x in said)

@@ -93,6 +93,37 @@ def test_advice_prefers_replicas_to_padding():
     assert better.needs < first.needs and better.cost.wire < first.cost.wire
 
 
+@pytest.mark.filterwarnings("ignore:100% of the parameters are replicated")
+@pytest.mark.parametrize("in_jit", [False, True])
+@pytest.mark.parametrize("indivisible", ["pad", "replicate"])
+def test_a_loss_that_closes_over_an_array_with_padding_is_warned_of(indivisible, in_jit):
+    """An argmax or a maximum over the zeros at its end differs from one device."""
+    mesh = gshard.make_mesh(devices=jax.devices()[:3])
+    ones, how = jnp.ones((7, 29)), {"min_shard_size": 0, "indivisible": indivisible}
+    teacher, _ = gshard.shard_train_state(({"w": -ones}, optax.sgd(0.1)), mesh, "p_g_os", **how)
+    state, plan = gshard.shard_train_state(({"w": ones}, optax.sgd(0.1)), mesh, "p_g_os", **how)
+    x = jnp.ones((6, 7))
+
+    def loss_to(target):
+        return lambda p, x: ((x @ p["w"]).sum(1) - (x @ target).max(1)).mean()
+
+    def run(target):
+        if in_jit:
+            grad = lambda p, t: gshard.value_and_grad(loss_to(t), plan)(p, x)[0]  # noqa: E731
+            return float(jax.jit(grad)(state.params, target))
+        return float(
+            gshard.make_train_step(loss_to(target), plan, donate=False)(state, x)[1]["loss"]
+        )
+
+    wanted = float(loss_to(-ones)({"w": ones}, x))
+    assert run(gshard.full_params(teacher)["w"]) == pytest.approx(wanted)
+    if indivisible == "replicate":
+        assert run(teacher.params["w"]) == pytest.approx(wanted)
+    else:
+        with pytest.warns(gshard.GShardWarning, match=r"closes over an array of shape \(7, 30\)"):
+            assert run(teacher.params["w"]) != pytest.approx(wanted)
+
+
 def test_a_small_model_hears_nothing():
     params = {"w": jax.ShapeDtypeStruct((9, 5), jnp.float32)}
     mesh = gshard.make_mesh()

@@ -328,3 +328,20 @@ def test_gradients_meet_plain_optax_functions_before_the_update():
     gradient = reference.gradient("linen_mlp", ROWS)[1]
     expected = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in gradient.values()))
     np.testing.assert_allclose(norms[0], expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["target", "batch"])
+def test_a_field_may_be_named_like_an_argument(name):
+    """As the parameters of a target network are."""
+    weights = np.arange(12, dtype=np.float32).reshape(4, 3)
+    state, plan = gshard.shard_train_state(
+        ({"w": weights}, optax.sgd(0.1)), mesh(), "p_g_os", min_shard_size=0
+    )
+    scope = {}
+    exec(f"def loss(p, x, *, {name}): return ((x @ p['w']) * {name}).mean()", scope)
+    x = np.ones((ROWS, 4), np.float32)
+    value, _ = gshard.value_and_grad(scope["loss"], plan)(
+        state.params, x, **{name: jnp.arange(3.0)}
+    )
+    wanted = scope["loss"]({"w": weights}, x, **{name: np.arange(3.0)})
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)

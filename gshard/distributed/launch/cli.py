@@ -203,6 +203,10 @@ def request(words: list[str]) -> Request:
     if not asked.module and not os.path.exists(asked.script):
         hint = " For a module say -m." if "." in asked.script and "/" not in asked.script else ""
         raise GShardError(f"there is no file {asked.script!r} here.{hint}")
+    if not asked.module and asked.script.startswith(("/dev/", "/proc/")):
+        raise GShardError(
+            f"{asked.script!r} is no file that every process can read. Save the script in a file."
+        )
     for name, (default, least, unit, _, _) in _INTEGERS.items():
         if (value := getattr(asked, name)) is not default:
             check_integer(f"--{name}", value, least, unit)

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from gshard._util.errors import GShardError, warn
 from gshard._util.jaxpr import abstract_like, is_library
+from gshard.sharding.padded_storage import warn_of_padding
 from gshard.sharding.topology import SEQUENCE
 from gshard.train.fsdp.constraints import Change, bracketed, shard_map_error
 
@@ -82,6 +83,7 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
         _warn_of_missing(error, ignored)
     if ignored and not missing and "shard_map" not in str(refused[0]):
         _warn_of_ignored(refused[0], ignored)
+    warn_of_padding(closed.consts)
     change = Change(tuple(axes), here, frozenset(unbound), mesh is not None)
     return (change(closed.jaxpr), closed.consts), shapes
 

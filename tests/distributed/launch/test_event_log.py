@@ -179,3 +179,20 @@ def test_each_machine_has_its_events(tmp_path):
         log.close()
     assert kinds(read(tmp_path), 0) == ["start"]
     assert kinds(read(tmp_path, "events-1.jsonl"), 1) == ["start"]
+
+
+ONE_STEP = """
+import jax.numpy as jnp, optax, gshard
+params = {"w": jnp.ones((64, 64))}
+state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), gshard.make_mesh(), "os")
+gshard.make_train_step(lambda p, x: jnp.square(x @ p["w"]).mean(), plan)(state, jnp.ones((8, 64)))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_after_its_first_step_ends_well(tmp_path):
+    """A thread waits for the result then; Python ended it inside of XLA, which aborted."""
+    (tmp_path / "script.py").write_text(ONE_STEP)
+    for _ in range(5):
+        with running(launch("--virtual_devices", 1, "script.py"), tmp_path) as job:
+            assert job.code(limit=60) == 0, job.err

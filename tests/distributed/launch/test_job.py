@@ -337,6 +337,7 @@ RANGE = ("--nnodes", "2:4", "--master", "127.0.0.1:1")
 BAD = {
     "no script": ([], "name the script"),
     "no such file": (["no.py"], "there is no file 'no.py'"),
+    "standard input": (["/dev/stdin"], "'/dev/stdin' is no file that every process can read"),
     "a module without -m": (["my.module"], "For a module say -m"),
     "unknown option": (["--nproc_per_nod", "2", SCRIPT], "Did you mean '--nproc_per_node'?"),
     "unknown option with =": (["--restarts=2", SCRIPT], "Did you mean '--max_restarts'?"),

@@ -179,6 +179,18 @@ scaled.defvjp(
 )
 
 
+TABLE = jnp.linspace(0.5, 2.0, 5)
+
+
+@jax.custom_vjp
+def by_table(x):
+    """Closes over an array, which JAX makes an operand, and has no derivative by it."""
+    return x * TABLE
+
+
+by_table.defvjp(lambda x: (x * TABLE, None), lambda _, c: (c * TABLE + c.mean(0),))
+
+
 def in_a_loop(xs, w):
     """Own derivatives inside a loop and rematerialization."""
     step = jax.checkpoint(lambda h, x: centered(product(h + x, w)[0], 1))
@@ -207,6 +219,7 @@ CASES = [
     Case("custom_jvp", lambda x: centered(x, 1.0), [X]),
     # JAX's vmap, not shard_map, adds up cotangents of what no part has for itself: no partial sums
     Case("custom_vjp", product, [X, W], "0 R > 0 P", partial=False),
+    Case("custom_vjp that closes over a table", by_table, [X], partial=False),
     Case(
         "custom_vjp of integers",
         scaled,

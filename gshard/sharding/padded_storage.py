@@ -1,0 +1,46 @@
+"""Warns of a loss that closes over an array which is stored with padding.
+
+What gshard passes to a loss has its logical shape. An array that the loss takes from outside comes
+as it is stored, at its end with the zeros of `indivisible="pad"`: a maximum, a mean or an argmax
+over them differs from one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import core
+
+from gshard._util.errors import warn
+from gshard.sharding.layout import Layout
+from gshard.sharding.plan import Plan
+
+_Form = tuple[tuple[int, ...], str]  # stored shape and dtype
+_stored: dict[_Form, dict[Any, Layout]] = {}  # by form, the layouts with padding by their sharding
+
+
+def remember(plan: Plan) -> None:
+    """Notes for good which arrays of a state are stored with padding."""
+    for layout in jax.tree.leaves(plan.layouts):
+        if layout.padding:
+            of_form = _stored.setdefault((layout.stored_shape, str(layout.dtype)), {})
+            of_form.setdefault(plan.sharding(layout), layout)
+
+
+def warn_of_padding(closed_over: Sequence[Any]) -> None:
+    """Warns of arrays that look like one of those: of a tracer, the shape and dtype are known."""
+    for x in closed_over:
+        of_form = _stored.get((getattr(x, "shape", ()), str(getattr(x, "dtype", None))))
+        if not of_form or not isinstance(x, jax.Array):
+            continue
+        traced = isinstance(x, core.Tracer)
+        layout = next(iter(of_form.values())) if traced else of_form.get(x.sharding)
+        if layout is not None:
+            warn(
+                f"the loss closes over an array of shape {x.shape}, as which gshard stores "
+                f"{layout.path} {layout.shape}: it ends in zeros, and the loss sees them. Pass it "
+                "as a field of the train state, which comes in its own shape; or close over "
+                'gshard.full_params(state); or shard that state with indivisible="replicate".'
+            )
