@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from gshard._util.errors import GShardError, warn
 from gshard.expert.balance import SCOPE as BALANCE
 from gshard.train.global_loss.placement import size_in_bytes
@@ -44,6 +46,14 @@ def one_batch_error(evaluator: Evaluator, eqn: Any) -> GShardError:
             f"in {count} micro-batches. Pass by_group=True to it, which is a mean over groups, or "
             "micro_batches=1."
         )
+    if eqn is not None and eqn.primitive.name == "convert_element_type":
+        old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+        if jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact):
+            return GShardError(
+                f"{place} rounds a sum over the batch to {new}, and the batch comes in {count} "
+                "micro-batches: the sum of each would be rounded. Keep sums in float32, as "
+                "losses.astype(jnp.float32).mean() does, or pass micro_batches=1."
+            )
     return GShardError(
         f"{place} needs all examples of the batch at once, and they come in {count} "
         "micro-batches: a sum of losses over examples, or a quotient of such sums, does not. If it "

@@ -211,3 +211,19 @@ def test_steps_are_those_of_one_device(name, level, devices, replica, k):
     wanted, last = on_one_device(aux, examples)
     close(seen, [(value, jax.tree.map(jnp.asarray, aux)) for value, aux in wanted])
     close(plan.unwrap(state).params, last, 1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_mean_in_half_precision_over_micro_batches_says_where_float32_belongs(dtype):
+    def loss(p, x):
+        return jnp.square(x @ p["w"]).mean(1).astype(dtype)
+
+    given = {"w": np.ones((4, 4), np.float32)}, optax.sgd(0.1)
+    state, plan = gshard.shard_train_state(given, gshard.make_mesh(), "os_g", min_shard_size=0)
+    x = np.ones((24, 4), np.float32)
+    step = gshard.make_train_step(lambda p, x: loss(p, x).mean(), plan, micro_batches=3)
+    with pytest.raises(gshard.GShardError, match=f"rounds a sum over the batch to {dtype}"):
+        step(state, x)
+    exact = lambda p, x: loss(p, x).astype(jnp.float32).mean()  # noqa: E731
+    _, metrics = gshard.make_train_step(exact, plan, micro_batches=3)(state, x)
+    assert float(metrics["loss"]) == 16.0
