@@ -228,7 +228,7 @@ def test_a_missing_file_has_a_near_one(tmp_path):
         ("tests.setups:mpl", {}, "Did you mean 'mlp'?"),
         ("tests.setups:NUMBER", {}, "has no function 'NUMBER'"),
         ("tests.setups:mlp", {"wdth": 3}, "unexpected keyword argument 'wdth'"),
-        ("tests.setups:fails", {}, "fails: RuntimeError: no such data set"),
+        ("tests.setups:fails", {}, "RuntimeError: no such data set"),
     ],
 )
 def test_a_wrong_model_says_what(name, arguments, said):

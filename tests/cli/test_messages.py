@@ -97,6 +97,9 @@ def raises():
     raise TypeError("no such width\nand more")
 
 
+RAISES = raises.__code__.co_firstlineno + 1  # the line that does
+
+
 @pytest.mark.parametrize(
     ("further", "said"),
     [
@@ -111,7 +114,10 @@ def raises():
         ({"step": {"plan": 4}}, "has no 'plan': gshard makes one"),
         ({"batch": {}}, "has no arrays"),
         ({"batch": {"mask": None}}, "has no arrays"),
-        ({"state": raises}, "the init function of this setup fails: TypeError: no such width"),
+        (
+            {"state": raises},
+            f"init function of this setup fails at {__file__}:{RAISES}: TypeError: no such width",
+        ),
         ({"state": lambda rng: rng}, "fails: TypeError"),
     ],
 )
