@@ -1,8 +1,8 @@
 """Warns of a loss that closes over an array which is stored with padding.
 
-What gshard passes to a loss has its logical shape. An array that the loss takes from outside comes
-as it is stored, at its end with the zeros of `indivisible="pad"`: a maximum, a mean or an argmax
-over them differs from one device.
+What gshard passes to a loss has its logical shape. An array of a sharded state that the loss closes
+over comes as it is stored, with the zeros of `indivisible="pad"` at its end: a maximum, a mean or
+an argmax over them differs from one device.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def warn_of_padding(closed_over: Sequence[Any]) -> None:
         layout = next(iter(of_form.values())) if traced else of_form.get(x.sharding)
         if layout is not None:
             warn(
-                f"the loss closes over an array of shape {x.shape}, as which gshard stores "
-                f"{layout.path} {layout.shape}: it ends in zeros, and the loss sees them. Pass it "
-                "as a field of the train state, which comes in its own shape; or close over "
-                'gshard.full_params(state); or shard that state with indivisible="replicate".'
+                f"the loss closes over an array of shape {x.shape}, the shape in which gshard "
+                f"stores {layout.path} of shape {layout.shape}: it ends in zeros, which the loss "
+                "sees. Pass it as a field of the train state, which comes in its own shape; or "
+                "close over gshard.full_params(state); or shard that state with "
+                'indivisible="replicate".'
             )

@@ -133,7 +133,7 @@ def plan_facts(plan: Plan) -> dict[str, list[str]]:
     ids = [] if isinstance(mesh, AbstractMesh) else [str(d.id) for d in mesh.devices.flat]
     return {
         "versions": _versions(),
-        "the mesh": [f"{dict(mesh.shape)}", *ids],
+        "the mesh": [str(dict(mesh.shape)), *ids],
         "the use of the mesh axes": [
             f"data axes {plan.data_axes}, {plan.sequence_order} sequences"
         ],
