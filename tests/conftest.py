@@ -17,7 +17,7 @@ from tests.tiers import files_of_shard, is_slow_case, parse_shard, slow_cases, s
 DEVICES = 8
 LARGE_BYTES = 0.9e9  # of a worker, which stays below tests.tiers.WORKER_BYTES
 GROWTH_BYTES = 0.25e9  # since programs were freed: what else a worker holds is not freed with them
-left_bytes = [0.0]  # in this worker after programs were freed, newest last
+left_bytes = [0.0]  # in this worker, after programs were freed
 FLAGS = (
     f"--xla_force_host_platform_device_count={DEVICES}",
     FAST_COMPILATION,
@@ -91,10 +91,11 @@ def pytest_runtest_teardown(item, nextitem):
     """Frees programs where a worker has grown: after a test file by little, in between by much."""
     result = yield
     last = nextitem is None or nextitem.path != item.path
-    grown = resident_bytes() - left_bytes[-1]
-    if grown > (GROWTH_BYTES / 3 if last else max(GROWTH_BYTES, LARGE_BYTES - left_bytes[-1])):
+    (left,) = left_bytes
+    most = left + GROWTH_BYTES / 3 if last else max(LARGE_BYTES, left + GROWTH_BYTES)
+    if resident_bytes() > most:
         free_programs()
-        left_bytes.append(resident_bytes())
+        left_bytes[:] = [resident_bytes()]
     if signal.signal(signal.SIGTERM, SIGTERM) is not SIGTERM:
         pytest.fail("the test has left a handler of SIGTERM to those after it")
     return result

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import traceback
 import warnings
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -87,15 +86,6 @@ def place_of(function: object) -> str:
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
     name = getattr(function, "__name__", type(function).__name__)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
-
-
-def raised_at(error: BaseException) -> str:
-    """The last line of the user's own in the traceback of an error, as ` at file:line`, or ``."""
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        name = frame.f_code.co_filename
-        if not is_library_frame(frame) and "site-packages" not in name and name[:1] != "<":
-            return f" at {name}:{line}"
-    return ""
 
 
 def did_you_mean(value: object, known: Iterable[object]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -105,6 +106,12 @@ def bind_inlined(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
 def is_library(file: str) -> bool:
     """Whether a source file is not the user's own."""
     return any(name in file for name in _LIBRARIES)
+
+
+def line_of_error(error: BaseException) -> str:
+    """The file and line outside of libraries that an error was raised from; empty if unknown."""
+    own = [x for x in traceback.extract_tb(error.__traceback__) if not is_library(x.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def user_line(eqn: Any) -> str:

@@ -59,6 +59,12 @@ def read_integer(name: str) -> int | None:
         raise GShardError(f"the variable {name}={shown(text)} must be an integer.") from None
 
 
+def of_torchrun() -> str | None:
+    """The number of processes, if torchrun or what sets its variables started several."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    return count if count != "1" and "RANK" in os.environ else None
+
+
 def read_seconds(name: str, default: int, least: int = 1) -> int:
     """Reads a number of seconds from an environment variable."""
     given = read_integer(name)

@@ -32,15 +32,15 @@ _known: list[tuple[int, int]] = []  # number of processes and rank, once JAX was
 
 def warn_if_not_joined() -> None:
     """Warns in a process that was started with others and trains without them."""
+    if jax.distributed.is_initialized():
+        return
     processes = env_vars.read_integer(env_vars.NUM_PROCESSES) or 1
-    if processes > 1 and not jax.distributed.is_initialized():
+    if processes > 1:
         warn(
             f"this process was started as one of {processes}, and has not joined the others: each "
             "trains alone. Call gshard.distributed.initialize() before anything else uses JAX."
         )
-        return
-    torch = os.environ.get("WORLD_SIZE", "1")
-    if torch != "1" and "RANK" in os.environ and not jax.distributed.is_initialized():
+    elif (torch := env_vars.of_torchrun()) is not None:
         warn(
             f"RANK and WORLD_SIZE say that this process is one of {torch}, as of torchrun. gshard "
             "does not read them: each trains alone. Start the script by `gshard launch`, or call "

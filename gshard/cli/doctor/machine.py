@@ -216,10 +216,8 @@ def _detected(environment: Mapping[str, str]) -> Check:
         said = f"job {environment['SLURM_JOB_ID']} of Slurm, but srun did not start this process"
         fix = "start the script by srun, or by `gshard launch --nnodes ... --rank $SLURM_NODEID`"
         return Check("job", "warn", f"{said}: it is alone", fix)
-    if environment.get("WORLD_SIZE", "1") != "1" and "RANK" in environment:
-        said = (
-            f"RANK={environment['RANK']} and WORLD_SIZE={environment['WORLD_SIZE']}, as of torchrun"
-        )
+    if (count := env_vars.of_torchrun()) is not None:
+        said = f"RANK={environment['RANK']} and WORLD_SIZE={count}, as of torchrun"
         return Check("job", "warn", f"{said}: it is alone", "start the script by `gshard launch`")
     return Check("job", "ok", "this process is alone: no variable of a launcher or a cluster")
 

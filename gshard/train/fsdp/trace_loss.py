@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +18,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from gshard._util.errors import GShardError, warn
-from gshard._util.jaxpr import abstract_like, is_library
+from gshard._util.jaxpr import abstract_like, line_of_error
 from gshard.sharding.padded_storage import warn_of_padding
 from gshard.sharding.topology import SEQUENCE
 from gshard.train.fsdp.constraints import Change, bracketed, shard_map_error
@@ -160,6 +159,4 @@ def _explicit_refusal(error: Exception) -> GShardError:
 
 def _line_of(error: Exception) -> str:
     """` (file:line)` of the user's code that an error was raised from; empty where not known."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not is_library(frame.filename)]
-    return bracketed(f"{own[-1].filename}:{own[-1].lineno}" if own else "")
+    return bracketed(line_of_error(error))
