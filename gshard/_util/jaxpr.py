@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -110,7 +111,9 @@ def is_library(file: str) -> bool:
 
 def line_of_error(error: BaseException) -> str:
     """The file and line outside of libraries that an error was raised from; empty if unknown."""
-    own = [x for x in traceback.extract_tb(error.__traceback__) if not is_library(x.filename)]
+    frames = traceback.extract_tb(error.__traceback__)
+    other = sysconfig.get_path("stdlib")  # Python's own modules
+    own = [x for x in frames if not is_library(x.filename) and not x.filename.startswith(other)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 

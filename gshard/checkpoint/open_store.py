@@ -10,7 +10,7 @@ from gshard._util.errors import GShardError
 from gshard.checkpoint.bucket import SCHEMES
 from gshard.checkpoint.disk import Disk, as_directory
 from gshard.checkpoint.object_store import ObjectStore
-from gshard.checkpoint.step_info import MANIFEST, STEP
+from gshard.checkpoint.step_info import DESCRIPTION, MANIFEST, STEP
 from gshard.checkpoint.store import Store
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/{1,2})(.*)", re.DOTALL)
@@ -22,7 +22,7 @@ def open_store(address: Any) -> Store:
     if in_store:
         return ObjectStore(where)
     folder = as_directory(where)
-    if STEP.fullmatch(folder.name) and (folder / MANIFEST).is_file():
+    if STEP.fullmatch(folder.name) and (folder / DESCRIPTION).is_file():
         parent, step = folder.parent, folder.name
         raise GShardError(
             f"directory={str(where)!r} is step {step} of the checkpoints in {parent}. Pass that "

@@ -59,10 +59,10 @@ def read_integer(name: str) -> int | None:
         raise GShardError(f"the variable {name}={shown(text)} must be an integer.") from None
 
 
-def of_torchrun() -> str | None:
+def of_torchrun() -> int | None:
     """The number of processes, if torchrun or what sets its variables started several."""
-    count = os.environ.get("WORLD_SIZE", "1")
-    return count if count != "1" and "RANK" in os.environ else None
+    rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    return int(count) if rank.isdecimal() and count.isdecimal() and int(count) > 1 else None
 
 
 def read_seconds(name: str, default: int, least: int = 1) -> int:

@@ -18,7 +18,7 @@ def test_a_process_that_has_not_joined_the_others(monkeypatch, recwarn, processe
     assert len(said) == warns and all("gshard.distributed.initialize()" in x for x in said)
 
 
-@pytest.mark.parametrize(("processes", "warns"), [("2", True), ("1", False)])
+@pytest.mark.parametrize(("processes", "warns"), [("2", True), ("1", False), ("", False)])
 def test_a_process_that_torchrun_started(monkeypatch, recwarn, processes, warns):
     monkeypatch.setenv("WORLD_SIZE", processes)
     monkeypatch.setenv("RANK", "0")
