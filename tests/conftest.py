@@ -10,7 +10,7 @@ import signal
 import psutil
 import pytest
 
-from tests.processes import FAST_COMPILATION
+from tests.processes import FAST_COMPILATION, FUSE_LESS
 from tests.record import seconds_by_file
 from tests.tiers import files_of_shard, is_slow_case, parse_shard, slow_cases, stale, workers
 
@@ -56,7 +56,7 @@ def pytest_configure(config):
     JAX reads the flags at its first use of a device, which comes later.
     """
     if config.option.markexpr == "not slow" and jax.__version_info__ < (0, 11):
-        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+        os.environ["XLA_FLAGS"] += f" {FUSE_LESS}"
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

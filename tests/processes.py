@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 from benchmarks.groups import free_address
 
@@ -22,6 +24,7 @@ FAST_COMPILATION = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_parallel_codegen_split_count=1"
 )
+FUSE_LESS = "--xla_cpu_use_fusion_emitters=false"  # of the quick tier alone (tests/conftest.py)
 LIMIT = 300  # seconds for all of a group together
 
 
@@ -38,12 +41,18 @@ def variables(coordinator: str, processes: int, rank: int) -> dict[str, str]:
     return dict(zip(names, (coordinator, str(processes), str(rank)), strict=True))
 
 
+def fast_compilation() -> str:
+    """XLA's flags for a process that a test starts: those that the tests compile with."""
+    fuses_less = FUSE_LESS in os.environ.get("XLA_FLAGS", "")
+    return f"{FAST_COMPILATION} {FUSE_LESS}" if fuses_less else FAST_COMPILATION
+
+
 def clean_environment() -> dict[str, str]:
     """This one for a job of its own on CPUs: no devices of the tests, no cluster around them."""
     apart = ("XLA_FLAGS", "GSHARD_", "SLURM_", "OMPI_", "PMI_")
     own = {k: v for k, v in os.environ.items() if not k.startswith(apart)}
     # The check of a loss is one more compilation in every process.
-    return own | {"JAX_PLATFORMS": "cpu", "GSHARD_CHECK_LOSS": "0", "XLA_FLAGS": FAST_COMPILATION}
+    return own | {"JAX_PLATFORMS": "cpu", "GSHARD_CHECK_LOSS": "0", "XLA_FLAGS": fast_compilation()}
 
 
 def run_together(
@@ -111,6 +120,25 @@ def run_workers(
         for rank, file in enumerate(files)
     ]
     count = f"--xla_force_host_platform_device_count={devices_each}"
-    flags = {"XLA_FLAGS": f"{count} {FAST_COMPILATION}"}
+    flags = {"XLA_FLAGS": f"{count} {fast_compilation()}"}
     assert_all_well(run_together(folder, commands, [flags] * processes, limit=limit))
-    return [dict(np.load(file)) for file in files]
+    return _saved(folder, processes)
+
+
+def run_workers_once(
+    factory: pytest.TempPathFactory, name: str, module: str, *what: str, **sizes: Any
+) -> list[dict[str, np.ndarray]]:
+    """As `run_workers`, once for all of pytest's workers, which share the tests of a file."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        if not (folder / "done").exists():
+            run_workers(folder, module, *what, **sizes)
+            (folder / "done").touch()
+    return _saved(folder, sizes.get("processes", 2))
+
+
+def _saved(folder: Path, processes: int) -> list[dict[str, np.ndarray]]:
+    return [dict(np.load(folder / f"{rank}.npz")) for rank in range(processes)]

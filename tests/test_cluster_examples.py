@@ -16,7 +16,7 @@ import gshard
 from gshard.distributed.launch.cli import request
 from tests import hosts as namespaces
 from tests.hosts import NoHostsError, until
-from tests.processes import FAST_COMPILATION, clean_environment
+from tests.processes import clean_environment, fast_compilation
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "examples" / "cluster"
@@ -152,7 +152,7 @@ def cluster(tmp_path):
         "PATH": f"{programs}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": FAST_COMPILATION,
+        "XLA_FLAGS": fast_compilation(),
         "SLURM_JOB_ID": str(JOB_ID),
         "SLURM_JOB_NODELIST": "host-[a-b]",
         "SLURM_STEP_NODELIST": "host-[a-b]",
@@ -280,7 +280,7 @@ def test_ray_starts_the_workers_again_when_one_is_killed(tmp_path):
         with log.open("w") as file:
             job = subprocess.Popen(
                 [sys.executable, *words, "--pause", "0.1", "--output", output],
-                env=clean_environment() | {"XLA_FLAGS": f"{DEVICES} {FAST_COMPILATION}"},
+                env=clean_environment() | {"XLA_FLAGS": f"{DEVICES} {fast_compilation()}"},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 cwd=tmp_path,

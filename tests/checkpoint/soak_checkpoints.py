@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from tests.checkpoint.checkpoint_worker import ARMED_AFTER, CALLS, KEEP, LOCK
 from tests.jobs import ROOT, Job, launch, running
+from tests.processes import fast_compilation
 
 WORKER = ROOT / "tests" / "checkpoint" / "checkpoint_worker.py"
 HEARTBEAT, SLACK = 4, 5  # seconds that the other process has to end
@@ -86,7 +87,7 @@ def live(life: Life, run: Path) -> Counter[str]:
     own = "none" if at_random else life.point
     steps = ARMED_AFTER + 1 if own == "none" and not at_random else 10**6
     words = (WORKER, run, life.level, steps, own, max(life.victim, 0))
-    flags = f"--xla_force_host_platform_device_count={life.devices}"
+    flags = f"--xla_force_host_platform_device_count={life.devices} {fast_compilation()}"
     with running(_command(life, words), run, XLA_FLAGS=flags) as job:
         if at_random:
             job.wait_until(lambda: "goes on from" in job.out, "it trains")

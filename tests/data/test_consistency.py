@@ -8,14 +8,14 @@ import pytest
 
 import gshard
 from tests.data.data_worker import loaded
-from tests.processes import run_workers
+from tests.processes import run_workers_once
 
 PROCESSES, DEVICES_EACH = 2, 2
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_workers(tmp_path_factory.mktemp("data"), "data.data_worker")
+    return run_workers_once(tmp_path_factory, "data", "data.data_worker")
 
 
 FINE = {

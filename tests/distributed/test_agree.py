@@ -11,7 +11,7 @@ import pytest
 from gshard import GShardError
 from gshard.distributed.agree import _exchange, check_same_call
 from tests.distributed.agree_worker import SLOW
-from tests.processes import run_workers
+from tests.processes import run_workers_once
 from tests.tiers import quick
 
 
@@ -21,7 +21,7 @@ def found(tmp_path_factory):
 
     @cache
     def of(tier):
-        return run_workers(tmp_path_factory.mktemp(tier), "distributed.agree_worker", tier)
+        return run_workers_once(tmp_path_factory, f"agree-{tier}", "distributed.agree_worker", tier)
 
     return lambda case: [str(process[case]) for process in of("slow" if case in SLOW else "quick")]
 

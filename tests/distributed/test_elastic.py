@@ -28,7 +28,7 @@ from tests import reference
 from tests.distributed.elastic_worker import train
 from tests.hosts import NoHostsError, until
 from tests.jobs import launch, running
-from tests.processes import FAST_COMPILATION, free_address
+from tests.processes import fast_compilation, free_address
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 
@@ -320,7 +320,7 @@ class Launcher:
         options += ["--heartbeat_timeout", 5, "--log_dir", folder / "log", *words]
         worker = ("-m", "tests.distributed.elastic_worker", folder, STEPS, PAUSE)
         own = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-        own["XLA_FLAGS"] = FAST_COMPILATION
+        own["XLA_FLAGS"] = fast_compilation()
         command = (sys.executable, "-m", "gshard", "launch", *options, *worker)
         self.process = host.start(self._log, own, *command)
 

@@ -11,7 +11,7 @@ import pytest
 import gshard
 from tests import reference
 from tests.distributed.processes_worker import BAD, GROUPS, QUICK, ROWS, STEPS, runs, train
-from tests.processes import run_workers
+from tests.processes import run_workers_once
 from tests.tiers import quick
 from tests.zoo import ZOO
 
@@ -31,10 +31,10 @@ def found(tmp_path_factory):
 
     @functools.cache
     def of(tier, group):
-        folder = tmp_path_factory.mktemp(f"{tier}-{group[0]}x{group[1]}")
         processes, each = group
-        return run_workers(
-            folder,
+        return run_workers_once(
+            tmp_path_factory,
+            f"processes-{tier}-{processes}x{each}",
             "distributed.processes_worker",
             str(each),
             tier,

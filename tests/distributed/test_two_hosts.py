@@ -19,7 +19,7 @@ from tests import hosts as namespaces
 from tests import reference
 from tests.distributed.two_hosts_worker import train
 from tests.hosts import NoHostsError, until
-from tests.processes import FAST_COMPILATION
+from tests.processes import fast_compilation
 from tests.tiers import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
@@ -42,7 +42,7 @@ class Launcher:
         command = (sys.executable, "-m", "gshard", "launch", *options, *words)
         # Of the tests' own devices nothing: the launcher sets those of the processes.
         own = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-        own["XLA_FLAGS"] = FAST_COMPILATION
+        own["XLA_FLAGS"] = fast_compilation()
         self._process = host.start(self._log, own, *command)
 
     @property

@@ -10,7 +10,7 @@ import pytest
 from tests.misuses import page, several_processes
 from tests.misuses.one_process import TOPICS
 from tests.misuses.table import assert_words, check
-from tests.processes import run_workers
+from tests.processes import run_workers_once
 
 TROUBLES = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 QUOTED = re.findall(r"```text\n(.*?)\n```\n<!-- misuse: (.*?) -->", TROUBLES.read_text(), re.DOTALL)
@@ -40,7 +40,9 @@ def test_what_a_user_sees(name, tmp_path):
 def processes(tmp_path_factory, request):
     folder, count = tmp_path_factory.mktemp("misuses"), request.param
     sizes = {"processes": count, "devices_each": 4 // count}
-    return run_workers(folder, "misuses.several_processes", str(folder), **sizes)
+    name = f"misuses-{count}"
+    module = "misuses.several_processes"
+    return run_workers_once(tmp_path_factory, name, module, str(folder), **sizes)
 
 
 @pytest.mark.parametrize("name", several_processes.ROWS)

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from tests.processes import run_workers
+from tests.processes import run_workers_once
 from tests.pytorch.test_zero_redundancy_optimizer import on_one_device, rows
 from tests.pytorch.zero_worker import PARTITIONS, ROWS, STEPS, UNEVEN
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_workers(tmp_path_factory.mktemp("zero"), "pytorch.zero_worker")
+    return run_workers_once(tmp_path_factory, "zero", "pytorch.zero_worker")
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)

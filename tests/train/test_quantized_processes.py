@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.processes import run_workers
+from tests.processes import run_workers_once
 from tests.train.quantized_worker import KINDS, LEVELS
 
 
@@ -14,8 +14,9 @@ def found(tmp_path_factory):
     """What one process of 4 devices saved, and each of two with 2."""
 
     def of(processes):
-        return run_workers(
-            tmp_path_factory.mktemp(f"{processes}"),
+        return run_workers_once(
+            tmp_path_factory,
+            f"quantized-{processes}",
             "train.quantized_worker",
             processes=processes,
             devices_each=4 // processes,
