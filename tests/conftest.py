@@ -39,8 +39,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import jax  # noqa: E402
 
-# A user's cache of compiled programs: XLA loses the order of collectives in those that it reads on
-# CPUs (tests/sharding/test_compilation_cache.py).
+# A user's cache of compiled programs: what is read from it was compiled with other flags.
 jax.config.update("jax_enable_compilation_cache", False)
 
 

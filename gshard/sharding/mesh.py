@@ -177,24 +177,6 @@ def refuse_other_context(mesh: Mesh | AbstractMesh) -> None:
         )
 
 
-def warn_of_compilation_cache(mesh: Mesh) -> None:
-    """Warns where XLA could run the collectives of CPU devices in another order on each.
-
-    XLA orders the collectives of a program that it has compiled. In a program that JAX reads from
-    its compilation cache, those of a loop are no longer ordered against those beside it on CPUs
-    (seen with JAX 0.10.2 and 0.12): devices meet in different collectives.
-    """
-    names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
-    on, folder = (getattr(jax.config, name) for name in names)
-    if on and folder and mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
-        warn(
-            f"JAX's compilation cache is on ({folder}), and the mesh has {mesh.size} CPU devices: "
-            "XLA may abort (Check failed: id < num_threads), wait for ever, or mix up arrays in a "
-            "program that is read from it. Turn it off: JAX_ENABLE_COMPILATION_CACHE=false in the "
-            "environment. GPUs and TPUs can use it."
-        )
-
-
 def virtual_devices(count: int) -> None:
     """Makes JAX start with `count` virtual CPU devices. Call it before anything else uses JAX.
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard._util.errors import GShardError, place_of
+from gshard._util.in_flight import limit_in_flight
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import shown
 from gshard.data.batch import check_examples, shard_batch
@@ -134,7 +135,9 @@ def make_eval_step(
         structure = jax.tree.structure(parts)
         check_program(structure, (parts, batch), lambda: jitted.trace(parts, batch))
         check_mask(batch, lambda: jitted.trace(parts, batch), len(jax.tree.leaves(parts)))
-        return check_program.run(jitted, parts, batch)
+        results = check_program.run(jitted, parts, batch)
+        limit_in_flight(results)
+        return results
 
     return eval_step
 

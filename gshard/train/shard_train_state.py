@@ -23,7 +23,6 @@ from gshard.sharding.keep import Keep
 from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.level import LevelChoice, is_auto, parse_level
 from gshard.sharding.make_plan import PlanRequest, plan_state
-from gshard.sharding.mesh import warn_of_compilation_cache
 from gshard.sharding.padded_storage import remember
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import as_precision
@@ -295,7 +294,6 @@ def shard_and_advise(
     sent = (jax.tree.leaves(tree) for tree in (plan.params, plan.grads))
     warn_of_wire(*sent, wire=wire, level=plan.level)
     if isinstance(mesh, Mesh):
-        warn_of_compilation_cache(mesh)
         warn_if_not_joined()
         remember(plan)
     source = wanted["broadcast_from"]

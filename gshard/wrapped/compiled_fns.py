@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from gshard._util.errors import GShardError
+from gshard._util.in_flight import limit_in_flight
 from gshard._util.jaxpr_dataflow import inputs_used
 from gshard._util.pytree import flatten
 from gshard.sharding.plan import Plan
@@ -227,6 +228,7 @@ class OnModel:
         else:
             self._check(static, given[1:], lambda: self._jitted.trace(*given))
             out, changed = self._check.run(self._jitted, *given)
+        limit_in_flight(out)
         if changed:
             leaves = [changed.get(i, x) for i, x in enumerate(rest)]
             nnx.update(model, jax.tree.unflatten(static[1], leaves))

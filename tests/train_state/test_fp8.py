@@ -15,6 +15,7 @@ from flax import traverse_util
 from flax.training.train_state import TrainState
 
 import gshard
+from tests.tiers import quick
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 KEY = "_overwrite_with_gradient"
@@ -244,3 +245,45 @@ def test_what_cannot_be_is_refused_in_words():
     }.values():
         with pytest.raises(gshard.GShardError, match=words):
             gshard.shard_train_state((params, optax.sgd(0.1)), gshard.make_mesh(), "os")
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(32, dot_general_cls=fp8)(jnp.tanh(x)), None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        axes = {"params": 0, KEY: 0}
+        scan = nn.scan(Layer, variable_axes=axes, split_rngs={"params": True}, length=2)
+        return scan(name="layers")(x, None)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*dimension 0 of .*, which is the sharded one")
+@pytest.mark.parametrize("level", quick(LEVELS, ["os", "p_g_os"]))
+def test_scanned_layers_are_those_of_one_device(level):
+    """`jax.checkpoint` makes NaN of the largest float8_e4m3fn numbers that it saves."""
+    rng = np.random.default_rng(3)
+    batches = [{"x": rng.normal(size=(16, 32)).astype(np.float32)} for _ in range(3)]
+    for b in batches:
+        b["x"] *= 1 + np.arange(16)[:, None]
+
+    def loss(variables, b):
+        return jnp.square(Scanned().apply(variables, b["x"])).mean() / 100
+
+    def made():
+        params = Scanned().init(jax.random.key(0), batches[0]["x"])
+        return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
+
+    one, on_one = made(), jax.jit(jax.value_and_grad(loss))
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state, plan = gshard.shard_train_state(made(), mesh, level, min_shard_size=16)
+    step = gshard.make_train_step(loss, plan)
+    for b in batches:
+        value, grads = on_one(one.params, b)
+        one = one.apply_gradients(grads=grads)
+        state, metrics = step(state, b)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    assert_same(gshard.full_params(state), flat(one.params))

@@ -20,10 +20,9 @@ def cache_variables(
     """The variables that let JAX keep compiled programs in a folder; empty where it should not.
 
     JAX keeps those that took a second or more to compile: reading the hundreds of small ones from
-    a shared disk would not be faster. By default it is on where JAX can use it well. On CPUs XLA
-    loses the order of collectives in a program from it. On several machines the folder must be
-    shared: processes that compile on GPUs autotune together, and may wait for one that has found
-    the program and compiles nothing.
+    a shared disk would not be faster. By default it is on where compiling takes long, on GPUs and
+    TPUs. On several machines the folder must be shared: processes that compile on GPUs autotune
+    together, and may wait for one that has found the program and compiles nothing.
 
     Args:
       chosen: the user's folder, or `OFF`; None for the default.
