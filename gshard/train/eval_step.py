@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError, place_of
 from gshard._util.in_flight import limit_in_flight
 from gshard._util.pytree import same_leaves
@@ -126,12 +127,14 @@ def make_eval_step(
     check = TreeChecker(plan.abstract_components().params, "the parameters are")
     name = f"the eval step of {place_of(fn)}"
     check_program, check_mask = ProgramCheck(plan, name), MaskCheck(name)
+    outside = OutsideValues(fn, place_of(fn))
 
     def eval_step(state: Any, batch: Any) -> Any:
         check_state(state, plan, "eval_step(state, batch)", inference=True)
         parts = plan.kind.split_inference(state)
         check(parts.params)
         batch = shard_batch(batch, plan)
+        outside.look(batch)
         structure = jax.tree.structure(parts)
         check_program(structure, (parts, batch), lambda: jitted.trace(parts, batch))
         check_mask(batch, lambda: jitted.trace(parts, batch), len(jax.tree.leaves(parts)))

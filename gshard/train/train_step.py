@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 import jax
 
 from gshard._util import events
+from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError, place_of, some
 from gshard._util.text import text_of
 from gshard._util.validation import names_of
@@ -218,6 +219,7 @@ class TrainStep:
         self.numbers, self._late_checks = BatchNumbers(plan), late_checks(plan)
         self._replicas = ReplicaCheck(plan, options.check_replicas)
         self._check_mask = MaskCheck(f"the step of {self._name}", prefix="1/")
+        self._outside = OutsideValues(loss_fn, self._name)
         shardings, same = [x.sharding for x in jax.tree.leaves(wanted)], plan.sharding()
         self.jitted: Any = jax.jit(
             self._run,
@@ -266,6 +268,7 @@ class TrainStep:
         self._watch.look(parts.opt_state.guard, parts.step)
         self._late_checks.look()
         batch = self._place(batch)
+        self._outside.look(batch)
         jitted, numbers = self.jitted, partial(self.numbers.row, batch, leaf=leaves[0])
         given = leaves, structure, batch, self.options.rng
         program = self._check_program(structure, batch, lambda: jitted.trace(*given, numbers(0)))

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax import core
 
+from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError, place_of, some, warn
 from gshard._util.validation import shown
 from gshard.data.batch import shard_batch
@@ -26,7 +27,7 @@ from gshard.train.gradients import LocalGradients
 from gshard.train.same_program import ProgramCheck
 from gshard.wrapped import compiled_fns
 from gshard.wrapped.compiled_fns import OnModel, Phases, unused_params
-from gshard.wrapped.loss_fns import Joined, Scaled, check_closure, code_of
+from gshard.wrapped.loss_fns import Joined, Scaled, check_closure, code_of, own_loss
 
 MANY = 16  # loss functions whose programs are kept
 
@@ -118,7 +119,8 @@ class Accumulation:
         Args:
           loss_fn: `loss_fn(model, batch)`, the mean over the given examples. It is compiled:
             define it once, and pass what changes from call to call in the batch; numbers that it
-            reads from outside are those of the first call. `scaler.scale(loss_fn)` for float16.
+            reads from outside are those of when it was compiled (where they change, a warning says
+            so). `scaler.scale(loss_fn)` for float16.
           batch: the batch of this process; its examples are sharded over the devices. Several
             arrays are one tree, such as `(x, y)`.
           *args: refused, with a hint.
@@ -301,13 +303,14 @@ class Accumulation:
         if len(self._of_loss) >= MANY:
             self._of_loss.pop(next(iter(self._of_loss)))
         check = ProgramCheck(self.plan, f"backward of the loss {place_of(loss_fn)}")
+        outside = OutsideValues(own_loss(loss_fn), f"backward: the loss {place_of(loss_fn)}")
+        run, donated = partial(self._phases.backward, loss_fn), ()
         if local:
-            made = OnModel(partial(self._phases.local, loss_fn), wrt, donated=(1, 2), check=check)
+            run, donated = partial(self._phases.local, loss_fn), (1, 2)
         elif self.updating is not None:
             run = partial(self._phases.backward_and_update, loss_fn, self.updating.updated)
-            made = OnModel(run, wrt, donated=(3,), check=check)
-        else:
-            made = OnModel(partial(self._phases.backward, loss_fn), wrt, check=check)
+            donated = (3,)
+        made = OnModel(run, wrt, donated, check, outside)
         return self._of_loss.setdefault((loss_fn, local), made)
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError
 from gshard._util.in_flight import limit_in_flight
 from gshard._util.jaxpr_dataflow import inputs_used
@@ -205,6 +206,7 @@ class OnModel:
       wrt: the filter of the parameters, which `fun` does not change.
       donated: which of `args` are donated.
       check: compares the program with those of other processes before it runs.
+      outside: warns of what the user's function reads from outside, where that has changed.
     """
 
     def __init__(
@@ -213,9 +215,10 @@ class OnModel:
         wrt: Any,
         donated: tuple[int, ...] = (),
         check: ProgramCheck | None = None,
+        outside: OutsideValues | None = None,
     ):
         self.wrt: Any = wrt
-        self._fun, self._check = fun, check
+        self._fun, self._check, self._outside = fun, check, outside
         numbers = tuple(3 + i for i in donated)
         self._jitted = jax.jit(self._run, static_argnums=0, donate_argnums=numbers)
 
@@ -223,6 +226,8 @@ class OnModel:
         """Runs the function; it is compiled once for each value of `fixed`, which is hashable."""
         static, params, rest = self._split(model, fixed)
         given = static, params, rest, *args
+        if self._outside is not None:
+            self._outside.look(args)
         if self._check is None:
             out, changed = self._jitted(*given)
         else:

@@ -1,0 +1,112 @@
+"""What a function reads from outside, and a warning where it has changed."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gshard
+from gshard._util.closure import OutsideValues, read_from_outside
+
+number = 1.0
+calls = 0
+
+
+def test_what_is_read_has_a_name():
+    local, teacher = 3, nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    class Trainer:
+        def __init__(self):
+            self.read, self.other = 5, 6
+
+        def loss(self, x, bound):
+            global calls
+            calls += 1
+            return x * number * local * self.read * bound * teacher.bias[0]
+
+    closure, others = read_from_outside(partial(Trainer().loss, bound=4))
+    values = {name: get() for name, get in (closure | others).items()}
+    del values["the object of the method"]
+    assert values.pop("teacher") is teacher
+    assert values == {"number": 1.0, "local": 3, "self.read": 5, "bound of a partial": 4}
+
+
+CHANGES = {
+    "a number": (1.0, 2.0),
+    "an array": (np.ones(3), np.ones(3)),
+    "a tree": ({"w": jnp.ones(2)}, {"w": jnp.ones(2)}),
+    "a number that was an array": (jnp.ones(()), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_warned_of_once(name):
+    value, later = CHANGES[name]
+    outside = OutsideValues(lambda x: (x, value), "the loss")
+    outside.look(1.0)
+    outside.look(1.0)
+    value = later
+    with pytest.warns(gshard.GShardWarning, match="the loss reads value from outside, which has"):
+        outside.look(1.0)
+    outside.look(1.0)
+
+
+def test_nothing_else_is_compared():
+    text, function, shape = "a", len, (1, 2)
+    outside = OutsideValues(lambda x: (x, text, function, shape), "the loss")
+    outside.look(1.0)
+    text, function, shape = "b", max, (2, 3)
+    outside.look(1.0)
+
+    @jax.jit
+    def traced(x):  # what is read may be traced as well, and differ in every trace
+        held = OutsideValues(lambda: x, "the loss")
+        held.look(x)
+        held.look(x)
+        return x
+
+    traced(1.0)
+
+
+def sharded(level="zero1"):
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    mesh = gshard.make_mesh(devices=jax.devices()[:2])
+    return gshard.shard_train_state((model, optimizer), mesh, level, min_shard_size=4)
+
+
+def test_steps_and_backward_look():
+    batch, other, weight = np.ones((8, 4), np.float32), nnx.Linear(4, 8, rngs=nnx.Rngs(1)), 1.0
+
+    def loss(model, b):
+        return weight * jnp.mean((model(b) - other(b)) ** 2)
+
+    (model, optimizer), plan = sharded()
+    step, evaluate = gshard.make_train_step(loss, plan), gshard.make_eval_step(loss, plan)
+    wrapped = gshard.pytorch.DistributedDataParallel(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+    with pytest.warns(gshard.GShardWarning, match="backward: the loss reads other from outside"):
+        wrapped.backward(loss, batch)
+    calls = (
+        lambda: step(model, optimizer, batch),
+        lambda: evaluate(model, batch),
+        lambda: wrapped.backward(loss, batch),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for call in calls * 2:
+            call()
+    other.bias[...] = jnp.ones(8)
+    for call in calls:
+        with pytest.warns(gshard.GShardWarning, match="reads other from outside, which has"):
+            call()
+    weight = 0.5
+    for call in calls:
+        with pytest.warns(gshard.GShardWarning, match="reads weight from outside, which has"):
+            call()
