@@ -90,12 +90,19 @@ class Join:
         self._models: list[Accumulation] = [kept(x) for x in models]
         self._enable, self._throw = enable, throw_on_early_termination
         self._initial = divide_by_initial_world_size
+        self._is_called = False
 
     def __enter__(self) -> Join:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, error: Any, *_: Any) -> None:
         self._set_weights(None)
+        if self._enable and error is None and not self._is_called:
+            warn(
+                "Join: the loop was not over join(inputs), so that it joined nothing: where inputs "
+                "are uneven, processes wait for each other. Write `with Join([...]) as join:` and "
+                "`for batch in join(inputs):`."
+            )
 
     def __call__(self, *inputs: Iterable[Any]) -> Iterator[Any]:
         """Yields batches of this process until all inputs of all processes are used up.
@@ -110,6 +117,7 @@ class Join:
             `throw_on_early_termination` is True or `enable` is False.
           GShardError: the number of inputs is wrong, or a batch has another shape.
         """
+        self._is_called = True
         devices = local_positions(self._plan)
         if len(inputs) not in (1, devices):
             raise GShardError(

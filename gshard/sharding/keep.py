@@ -10,7 +10,7 @@ from gshard._util.errors import GShardError, did_you_mean, some, warn
 from gshard._util.validation import dimension, shown
 from gshard.sharding.group import Group, entry_axes
 from gshard.sharding.layout import Kept
-from gshard.sharding.topology import EXPERT
+from gshard.sharding.topology import EXPERT, SEQUENCE
 
 Keep = Mapping[str, tuple[str, int]]
 _EXAMPLE = "keep={'experts/': ('expert', 0)}"
@@ -83,15 +83,19 @@ def _checked(text: str, value: Any, sizes: Mapping[str, int], group: Group) -> t
             f"{_EXAMPLE}."
         )
     axis, dim = value
-    if axis not in sizes:
+    known = [name for name in sizes if name != SEQUENCE]
+    if axis not in known:
         why = "is not in the mesh"
-        if axis in group.replica:
+        if axis in sizes:
+            why = "holds slices of the sequences: use an axis of its own"
+        elif axis in group.replica:
             why = "is a replica axis, over which everything is replicated"
         elif axis in dict(group.model_axes):
             why = "is an axis of your own, over which gshard shards nothing"
         raise GShardError(
-            f"keep: {text!r} names the axis {axis!r}, which {why}.{did_you_mean(axis, sizes)} The "
-            f"shard axes are {', '.join(sizes)}; gshard.make_mesh(expert=4) makes an axis 'expert'."
+            f"keep: {text!r} names the axis {axis!r}, which {why}.{did_you_mean(axis, known)} "
+            f"Axes that can keep parameters: {', '.join(known) or 'none'}; "
+            "gshard.make_mesh(expert=4) makes an axis 'expert'."
         )
     return axis, dim
 

@@ -207,7 +207,7 @@ class Accumulation:
         if self._pending is not None:
             raise GShardError(
                 "gradients of no_sync() have not been reduced over the devices. Call one backward "
-                "outside it, or fused_allreduce_gradients(model.parameters(), None)."
+                "outside it, or gshard.paddle.fused_allreduce_gradients(model.parameters(), None)."
             )
 
     def refuse_scaled(self) -> None:

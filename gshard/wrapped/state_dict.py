@@ -241,7 +241,7 @@ def _prepare(state_dict: Any, path: Any) -> tuple[Path, dict[str, Any]]:
     if not isinstance(state_dict, Mapping) or not state_dict:
         raise GShardError(
             f"save: {shown(state_dict)} is not a state dict, a mapping from names, or it is empty. "
-            "Give model.state_dict(); save_group_sharded_model saves a model with its optimizer."
+            "Give model.state_dict() or optimizer.state_dict()."
         )
     if folder.exists() and not folder.is_dir():
         raise GShardError(f"save: {folder} is a file. Choose another path for the directory.")
@@ -249,6 +249,7 @@ def _prepare(state_dict: Any, path: Any) -> tuple[Path, dict[str, Any]]:
     if target.exists() and not (target / _MARK).exists():
         raise GShardError(f"save: {target} was not written by gshard. Choose another directory.")
     values = _writable(state_dict, "")
+    _refuse_same_names(values)
     if jax.process_index() == 0:
         make_folder(folder)
         if not target.exists() and (folder / _OLD / _MARK).exists():
@@ -340,7 +341,26 @@ def _writable(tree: Mapping[str, Any], inside: str) -> dict[str, Any]:
     return found
 
 
+def _refuse_same_names(values: dict[str, Any]) -> None:
+    """Orbax joins names with a dot, so that `{"a": {"b": x}, "a.b": y}` would be one array."""
+    keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(values)[0]]
+    names = [[str(key.key) for key in path] for path in keys]
+    first: dict[str, list[str]] = {}
+    for path in names:
+        other = first.setdefault(".".join(path), path)
+        if other is not path:
+            raise GShardError(
+                f"save: {'/'.join(other)} and {'/'.join(path)} would be written as one array, "
+                f"{'.'.join(path)}. Rename one of them."
+            )
+
+
 def _array(value: Any, path: str) -> np.ndarray:
+    if _is_key(value):
+        raise GShardError(
+            f"save: {path} holds random keys. Save their data, jax.random.key_data(key), and make "
+            "keys of it after load: jax.random.wrap_key_data(data)."
+        )
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         raise GShardError(
             f"save: {path} is sharded over several processes. Take it from state_dict(), which "

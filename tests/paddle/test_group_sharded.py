@@ -1171,3 +1171,13 @@ def test_the_example_learns_words(level, capsys):
 
 def test_the_example_with_its_own_operator():
     assert paddle_custom_operator.main(10) < 1e-6
+
+
+def test_a_state_dict_whose_names_are_one_array_is_refused(tmp_path):
+    """Both arrays were read as the one that was written last."""
+    with pytest.raises(gshard.GShardError, match=r"ema/w and ema.w would be .* array, ema.w"):
+        gshard.paddle.save({"ema": {"w": np.zeros(2)}, "ema.w": np.ones(2)}, tmp_path / "x")
+    with pytest.raises(gshard.GShardError, match=r"rng/0 holds random keys.*key_data"):
+        gshard.paddle.save({"rng": [jax.random.key(0)]}, tmp_path / "x")
+    gshard.paddle.save({"ema": {"w.a": np.zeros(2)}, "w.a": np.ones(2)}, tmp_path / "x")
+    assert gshard.paddle.load(tmp_path / "x")["w.a"].tolist() == [1, 1]

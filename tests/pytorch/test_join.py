@@ -111,6 +111,19 @@ def test_one_input_for_all_devices_of_the_process():
     assert len(found) == 3 and dp._gshard.joined is None
 
 
+def test_a_loop_over_something_else_is_warned_of():
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
+    with (
+        pytest.warns(gshard.GShardWarning, match=r"not over join\(inputs\)"),
+        gshard.pytorch.Join([dp]),
+    ):
+        pass
+    with gshard.pytorch.Join([dp], enable=False):
+        pass
+    with pytest.raises(KeyError), gshard.pytorch.Join([dp]):
+        raise KeyError
+
+
 def test_early_termination_is_an_error_where_asked_for():
     dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
     for given in ({"throw_on_early_termination": True}, {"enable": False}):

@@ -146,6 +146,15 @@ def test_bad_meshes_are_refused(wrong, message):
         gshard.make_mesh(**wrong)
 
 
+def test_the_sequence_axis_keeps_nothing():
+    with pytest.raises(
+        gshard.GShardError, match="'sequence', which holds slices.* parameters: shard;"
+    ):
+        plan_of("os", {"experts": ("sequence", 0)}, on=gshard.make_mesh(sequence=4))
+    with pytest.raises(gshard.GShardError, match="'sequence', which is not in the mesh"):
+        plan_of("os", {"experts": ("sequence", 0)})
+
+
 def test_a_replica_axis_of_experts_is_refused():
     with pytest.raises(gshard.GShardError, match="expert.*replica axis"):
         sharded(DATA_EXPERT, "os", replica_axes="expert")

@@ -242,6 +242,18 @@ def test_a_weight_that_must_be_gathered_is_named():
     assert abs(float(value) - float(wanted)) < 2e-6 and worst(grads, reference) < 2e-6
 
 
+def test_layers_that_are_kept_in_place_of_experts_are_named():
+    def loss(p, given):
+        h = jnp.tanh(p["embed"][given["x"]])
+        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w @ w.T), None), h, p["experts"]["up"])
+        return jnp.square(h @ p["head"]).mean()
+
+    state, plan = sharded(DATA_EXPERT, "os")
+    with pytest.warns(gshard.GShardWarning, match=r"over layers.*keep=.*\('expert', 1\)"):
+        value, _ = gshard.value_and_grad(loss, plan)(state.params, batch())
+    assert abs(float(value) - float(loss(params(), batch()))) < 2e-6
+
+
 def line_of(mark: str) -> str:
     """The file and line of this file that ends in a comment."""
     lines = Path(__file__).read_text().splitlines()

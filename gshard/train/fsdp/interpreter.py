@@ -221,13 +221,16 @@ def _warn_of_sharded_stacks(values: Sequence[Any]) -> None:
             "not a layer at a time. Shard another dimension over that axis."
         )
     specs = [spec for spec in specs if spec.stored.path not in others]
-    paths = [spec.reduced.path for spec in specs if spec.reduced.scan_dim != 0]
-    if paths:
+    specs = [spec for spec in specs if spec.reduced.scan_dim != 0]
+    if specs:
+        paths = [spec.reduced.path for spec in specs]
+        gathered = any(spec.stored.dim is not None for spec in specs)
+        what = "all-gathered before the scan" if gathered else "reduce-scattered after the scan"
         warn(
             f"a scan iterates over dimension 0 of {some(paths)}, which is the sharded one: the "
-            "full stack is all-gathered before the scan, and not a layer at a time. Name that "
-            f"dimension: shard_train_state(..., scan_axes={{'^{paths[0]}$': 0}}), or a pattern for "
-            "all."
+            f"full stack{'' if gathered else ' of gradients'} is {what}, and not a layer at a "
+            f"time. Name that dimension: shard_train_state(..., scan_axes={{'^{paths[0]}$': 0}}), "
+            "or a pattern for all."
         )
 
 

@@ -29,11 +29,17 @@ _POSITIONS = (
 
 def warn_of_kept(evaluator: Evaluator, eqn: Any) -> None:
     """Warns of a kept parameter that is all-gathered for an equation."""
+    axis, over_layers = evaluator.axes[0], ""
+    if eqn is not None and eqn.primitive.name == "scan":
+        over_layers = (
+            " If the scan is over layers, dimension 0 counts these: keep that of the experts, such "
+            f"as keep={{'experts/': ({axis!r}, 1)}}."
+        )
     warn(
-        f"{evaluator.place(eqn)} all-gathers a parameter that is kept on {evaluator.axes[0]!r}: "
+        f"{evaluator.place(eqn)} all-gathers a parameter that is kept on {axis!r}: "
         "gshard knows no way to compute it on each device's experts. Use a product (jnp.einsum) "
         "in which the experts are a dimension of both operands, and for jax.lax.ragged_dot "
-        "gshard.expert.dropless."
+        f"gshard.expert.dropless.{over_layers}"
     )
 
 
