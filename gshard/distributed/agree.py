@@ -34,12 +34,14 @@ _CALLS = {
     "program": "compiles a step",
     "step": "steps a ZeroRedundancyOptimizer",
     "losses": "compares the losses that it has traced",
+    "values": "sets a state dict",
 }
 _DATA = "a comparison of data"
 _WAITS = {
     "state": "shard_train_state",
     "program": "a comparison of programs",
     "step": "a comparison of hyperparameters",
+    "values": "a comparison of the state dicts that all processes set",
 }
 _TEXT = 1024  # bytes of a text that are sent where not all of it is needed
 _HEADER = struct.Struct("<I16s")  # number of bytes, and a hash

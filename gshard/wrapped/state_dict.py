@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from gshard._util.crc32 import crc32
 from gshard._util.durable import make_folder, rename, replace_folder
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import check_unique, flatten
@@ -21,7 +22,7 @@ from gshard.checkpoint.manifest import write_manifests
 from gshard.checkpoint.orbax import epath
 from gshard.checkpoint.quiet_orbax import orbax_module
 from gshard.checkpoint.step_files import StepFolder
-from gshard.distributed.agree import run_on_all
+from gshard.distributed.agree import by_value, find_differences, first_difference, run_on_all
 from gshard.sharding.group import data_group
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import Layout, all_replicated
@@ -179,7 +180,35 @@ def set_values(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> N
     """Sets Variables of a model or an optimizer one by one, in their layouts.
 
     `stored` is emptied, so that at most one value exists twice at a time.
+
+    Raises:
+      GShardError: a process gives other values than the others.
     """
+    _compare({name: values[name] for name in stored if name in values}, stored)
+    put_values(target, values, stored)
+
+
+def _compare(values: Mapping[str, Any], stored: NamedArrays) -> None:
+    """Compares values that several processes give: each sets its own shards, from its own."""
+    shardings = [getattr(x, "sharding", None) for x, _ in stored.values()]
+    meshes = [x.mesh for x in shardings if isinstance(x, jax.NamedSharding)]
+    if not meshes or not meshes[0].is_multi_process or jax.process_count() == 1:
+        return
+    lines = []
+    for name, x in values.items():
+        host = np.ascontiguousarray(x)
+        lines.append(f"{name} {crc32(host.reshape(-1).view(np.uint8).data):08x}")
+    if find_differences("values", {"values": lines}, meshes[0]):
+        given = by_value(first_difference(lines, meshes[0]))
+        raise GShardError(
+            f"the processes set different values: {given}. Nothing was changed. Load the same file "
+            "on every process, or send the values of process 0 to the others with "
+            "jax.experimental.multihost_utils.broadcast_one_to_all."
+        )
+
+
+def put_values(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> None:
+    """As `set_values`, for values that need no comparison."""
     at = {}
     for path, x in nnx.to_flat_state(nnx.state(target)):
         at[id(x.get_value() if isinstance(x, nnx.Variable) else x)] = path, x

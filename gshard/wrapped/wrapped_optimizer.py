@@ -15,6 +15,7 @@ from gshard.wrapped.state_dict import (
     check_optimizer_values,
     full_values,
     name_arrays,
+    put_values,
     set_values,
 )
 from gshard.wrapped.wrapped_model import Keeping, kept
@@ -124,7 +125,7 @@ class WrappedOptimizer(Keeping):
             raise GShardError(f"set_lr({shown(value)}): a learning rate must be a number >= 0.")
         old = self._gshard_hyperparams("set_lr")[LEARNING_RATE]
         stored = {name: x for name, x in self._gshard_named().items() if x[0] is old}
-        set_values(self, dict.fromkeys(stored, number), stored)
+        put_values(self, dict.fromkeys(stored, number), stored)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's state by dotted path, as full NumPy arrays."""

@@ -92,6 +92,18 @@ def with_saver(call: Callable[[Any, int], Any]) -> Callable[[int], Any]:
     return misuse
 
 
+def state_dict_loaded(rank: int, alone: bool = False) -> None:
+    """Sets another bias on each process, or on process 0 alone."""
+    from flax import nnx
+
+    model = gshard.pytorch.DistributedDataParallel(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    values = {**model.state_dict(), "bias": np.full(4, rank, np.float32)}
+    if alone and rank:
+        gshard.distributed.barrier()
+    else:
+        model.load_state_dict(values)
+
+
 def values_saved() -> None:
     gshard.paddle.save({"w": np.arange(6.0)}, FOLDER / "values")
 
@@ -435,6 +447,13 @@ ROWS: dict[str, Row] = {
         lambda r: gshard.paddle.save({"w": object() if r else 1}, FOLDER / "other"), "w is"
     ),
     "gshard.paddle.load on one process": right(values_loaded),
+    "other values in load_state_dict": refused(
+        state_dict_loaded, "the processes set different values: bias", "process 1", "broadcast"
+    ),
+    "load_state_dict on one process": refused(
+        lambda r: state_dict_loaded(r, alone=True),
+        *("the same call", "a comparison of the state dicts"),
+    ),
 }
 
 
