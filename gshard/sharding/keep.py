@@ -22,6 +22,7 @@ def kept_params(
     metadata: Mapping[str, Sequence[Any]],
     scan_dims: Mapping[str, int | None],
     group: Group,
+    untrained: Sequence[str] = (),
 ) -> dict[str, Kept]:
     """Returns what is kept of some parameters, by their path.
 
@@ -31,6 +32,7 @@ def kept_params(
       metadata: the names of dimensions in Flax's metadata, by path.
       scan_dims: the dimensions that scans over layers iterate over, by path.
       group: the data axes.
+      untrained: paths of the other state, such as an NNX model's that `wrt=` does not train.
 
     Raises:
       GShardError: a pattern matches nothing, an axis is not one of the shard axes, or a dimension
@@ -51,6 +53,12 @@ def kept_params(
         axis, dim = _checked(text, value, sizes, group)
         matches = validation.pattern(text, "keep").search
         found = {path: (axis, dim) for path in params if matches(path)}
+        if other := [path for path in untrained if matches(path)]:
+            warn(
+                f"keep: the pattern {text!r} matches {some(other)}, which the optimizer does not "
+                "train (wrt=): it is not kept, and is all-gathered for the loss. Only trained "
+                "parameters are kept, and those that frozen= names (Linen and plain parameters)."
+            )
         if not found:
             raise GShardError(
                 f"keep: the pattern {text!r} matches no parameter.{did_you_mean(text, params)} "

@@ -89,7 +89,8 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
         return scan_dim_of(path, leaf, scan_names.get(path), request.scan_axes)
 
     scan_dims = {path: scan_dim(path, leaf) for path, leaf in params.items()}
-    keeps = kept_params(request.keep, params, mesh_names, scan_dims, group)
+    untrained = flatten(others)[0]
+    keeps = kept_params(request.keep, params, mesh_names, scan_dims, group, untrained)
     for own in keeps.values():  # all on one axis
         group = dataclasses.replace(group, kept=own.axis)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from gshard._util.crc32 import crc32
 from gshard._util.durable import make_folder, rename, replace_folder
@@ -191,7 +192,8 @@ def set_values(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> N
 def _compare(values: Mapping[str, Any], stored: NamedArrays) -> None:
     """Compares values that several processes give: each sets its own shards, from its own."""
     shardings = [getattr(x, "sharding", None) for x, _ in stored.values()]
-    meshes = [x.mesh for x in shardings if isinstance(x, jax.NamedSharding)]
+    named = [x.mesh for x in shardings if isinstance(x, jax.NamedSharding)]
+    meshes = [x for x in named if isinstance(x, Mesh)]
     if not meshes or not meshes[0].is_multi_process or jax.process_count() == 1:
         return
     lines = []

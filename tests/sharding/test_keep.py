@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
 import gshard
@@ -144,6 +146,23 @@ def test_an_expert_axis_that_nothing_uses_is_named():
 def test_bad_meshes_are_refused(wrong, message):
     with pytest.raises(gshard.GShardError, match=re.escape(message)):
         gshard.make_mesh(**wrong)
+
+
+@pytest.mark.parametrize("pattern", ["up|a", "up"])
+def test_what_is_not_trained_is_named(pattern):
+    class Experts(nnx.Module):
+        def __init__(self):
+            self.up = nnx.Param(np.ones((E, D, F), np.float32))
+            self.a = nnx.LoRAParam(np.ones((E, D, 4), np.float32))
+
+    model = Experts()
+    pair = model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.LoRAParam)
+    refused = contextlib.nullcontext()
+    if pattern == "up":
+        refused = pytest.raises(gshard.GShardError, match="matches no parameter. There are a")
+    with pytest.warns(gshard.GShardWarning, match="matches up, which the optimizer does"), refused:
+        on = mesh(data=2, expert=4)
+        gshard.shard_train_state(pair, on, "fsdp", keep={pattern: ("expert", 0)}, min_shard_size=0)
 
 
 def test_the_sequence_axis_keeps_nothing():
