@@ -237,9 +237,9 @@ class Watchdog:
         if not any(x.what_runs is wait.what_runs for x in self._waits()):
             return  # it has ended just now
         advice = (
-            "Look for a call under `if rank == 0`, a loop that ends earlier on one process, or "
-            "data and disks that do not answer. If it is meant to take so long, raise hang_timeout "
-            "(gshard launch --hang_timeout SECONDS)."
+            "Look for a call under `if rank == 0`, a loop that ends earlier or a batch that is "
+            "smaller on one process, or data and disks that do not answer. If it is meant to take "
+            "so long, raise hang_timeout (gshard launch --hang_timeout SECONDS)."
         )
         why = f"{self._sentence(wait, groups)} {_SAME_CALLS} {advice}"
         if self._member is not None:

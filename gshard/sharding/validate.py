@@ -143,7 +143,9 @@ def refuse_donated(leaves: list[Any]) -> None:
         raise DonatedStateError(
             "this train state, or a part of it, was given to an earlier step, which reused its "
             "memory. Go on with what that step returned (state, metrics = step(state, batch)); if "
-            "Ctrl-C interrupted it before you had that, it is step.latest. Or make the step with "
+            "Ctrl-C interrupted it before you had that, it is step.latest. An NNX model is updated "
+            "in place: arrays of it from before a step, such as nnx.state(model) or "
+            "nnx.clone(model), are gone after it; keep copy.deepcopy(model). Or make the step with "
             "donate=False."
         )
 
