@@ -9,7 +9,7 @@ from jax import lax
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
-from gshard.sequence.view import sees_full_sequences
+from gshard.sequence.view import full_axis, sees_full_sequences
 
 
 def size(axis: str = "sequence") -> int:
@@ -22,7 +22,7 @@ def size(axis: str = "sequence") -> int:
       A Python integer, known while JAX traces.
 
     Raises:
-      GShardError: `axis` is no name.
+      GShardError: `axis` is no name, or not that of the sequences of the step.
 
     Example:
       >>> gshard.sequence.size()  # outside of a step: the sequence is on one device
@@ -35,7 +35,12 @@ def size(axis: str = "sequence") -> int:
     try:
         return lax.axis_size(axis)
     except NameError:  # not inside of a `shard_map` over this axis
-        return 1
+        if (own := full_axis()) is not None:
+            raise GShardError(
+                f"axis={axis!r} is not an axis of this step's mesh, whose sequences are sharded "
+                f"over {own!r}. Leave axis= out."
+            ) from None
+    return 1
 
 
 def index(axis: str = "sequence") -> Any:

@@ -55,9 +55,14 @@ def full_sequences(axis: str) -> Iterator[None]:
         _full.reset(token)
 
 
+def full_axis() -> str | None:
+    """The axis over which sequences are sharded that are in full here; None where none are."""
+    return _full.get()
+
+
 def sees_full_sequences(axis: str) -> bool:
     """Whether sequences that are sharded over the axis are in full here."""
-    return _full.get() == axis
+    return full_axis() == axis
 
 
 def of_slices(dims: dict[str, int], result: int) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gshard
@@ -423,3 +424,17 @@ def test_what_is_gathered_for_a_derivative_is_said(use):
     line = r"gshard.sequence.(attention|shift_left) at .*test_operations.py:\d+ is transformed"
     with pytest.warns(gshard.GShardWarning, match=line):
         gshard.make_train_step(loss, plan).lower(state, batch())
+
+
+def test_another_axis_is_named():
+    """It computed attention of gathered keys, in place of the ring that was asked for."""
+    mesh = gshard.make_mesh(sequence=2, devices=jax.devices()[:2])
+    given = {"w": np.ones((4, 2, 4), np.float32)}, optax.sgd(0.1)
+    state, plan = gshard.shard_train_state(given, mesh, "os", min_shard_size=0)
+
+    def loss(p, b):
+        q = jnp.einsum("btd,dhf->bthf", b, p["w"])
+        return (gshard.sequence.attention(q, q, q, axis="seq") ** 2).mean()
+
+    with pytest.raises(gshard.GShardError, match="axis='seq' is not an axis.* over 'sequence'"):
+        gshard.make_train_step(loss, plan)(state, np.ones((2, 8, 4), np.float32))
