@@ -20,6 +20,10 @@ _EXPERTS = (
     "Make the experts a dimension of both operands of a product, as gshard.expert.dispatch does, "
     "or raise gather_limit=."
 )
+_SLICES = (
+    "In place of logits[:, :-1] keep the logits of all positions, shift the targets with "
+    "gshard.sequence.shift_left(tokens, fill=0), and leave the last position out of the mean."
+)
 _POSITIONS = (
     "Attention is gshard.sequence.attention(q, k, v), which gathers nothing with by='ring' or "
     "'ulysses'. Otherwise act on each position by itself, raise gather_limit=, or use a mesh "
@@ -78,6 +82,8 @@ def check_limit(evaluator: Evaluator, aval: Any, eqn: Any) -> None:
     what, fix = "examples", _EXPERTS if evaluator.exchanges else _EXAMPLES
     if not evaluator.of_examples:
         what, fix = "positions of the sequence", _POSITIONS
+        if eqn is not None and eqn.primitive.name == "slice":
+            fix = f"{_SLICES} {_POSITIONS}"
     raise GShardError(
         f"{evaluator.place(eqn)} mixes {what}, so that gshard all-gathers "
         f"{aval.dtype}{list(aval.shape)} ({size / 1e6:.3g} MB per device) at every step, more than "

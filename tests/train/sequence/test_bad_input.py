@@ -149,6 +149,13 @@ def test_what_gathers_too_much():
     fails(rf"{line}.*float32\[24, 48\] \(0.0023 MB per device\)", loss, gather_limit=100)
 
 
+def test_logits_without_the_last_position_are_told_to_shift_the_targets():
+    def loss(params, batch):
+        return jnp.square((batch["x"] @ params["w"])[:, :-1]).mean()
+
+    fails(r"(?s)slice at .*shift_left\(tokens, fill=0\)", loss, gather_limit=100)
+
+
 def of_all_examples(params, batch):
     """Mixes the examples of each position, which are sharded over the other axes."""
     x = batch["x"] @ params["w"]
