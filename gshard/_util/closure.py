@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dis
 import inspect
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from types import CodeType
 from typing import Any
 
 import jax
@@ -45,12 +47,21 @@ def read_from_outside(function: Any) -> tuple[Getters, Getters]:
     code = getattr(function, "__code__", None)
     if code is None:  # not a Python function
         return closure, others
-    written = {x.argval for x in dis.get_instructions(code) if x.opname in _STORE}
-    names = [x for x in inspect.getclosurevars(function).globals if x not in written]
-    closure |= {name: partial(function.__globals__.get, name) for name in names}
+    codes = _with_inner(code)
+    found = [x for own in codes for x in dis.get_instructions(own)]
+    written = {x.argval for x in found if x.opname in _STORE}
+    names = dict.fromkeys(x.argval for x in found if x.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    known = function.__globals__
+    closure |= {x: partial(known.get, x) for x in names if x in known and x not in written}
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     closure |= {name: partial(_content, cell) for name, cell in cells if name not in written}
     return closure, others
+
+
+def _with_inner(code: CodeType) -> list[CodeType]:
+    """The code of a function, and of those that are defined in it."""
+    inner = [x for x in code.co_consts if isinstance(x, CodeType)]
+    return [code, *(y for x in inner for y in _with_inner(x))]
 
 
 def _same(x: Any) -> Any:
@@ -69,13 +80,42 @@ def _attributes_read(method: Any) -> list[str]:
     code = getattr(method, "__code__", None)
     if code is None or not code.co_varnames:
         return []
-    self, found = code.co_varnames[0], []
+    return [x for x in _uses(code, ("LOAD_FAST", "LOAD_DEREF"))[code.co_varnames[0]] if x]
+
+
+def _uses(code: CodeType, loads: tuple[str, ...]) -> dict[str, list[str]]:
+    """By variable the attributes of it that code reads; an empty name for the variable itself."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
     for before, now in pairwise(dis.get_instructions(code)):
-        if before.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and now.opname in _LOAD_ATTRIBUTE:
+        if before.opname.startswith(loads):
             names = before.argval if isinstance(before.argval, tuple) else (before.argval,)
-            if names[-1] == self:
-                found.append(now.argval)
+            for name in names:
+                last = name == names[-1] and now.opname in _LOAD_ATTRIBUTE
+                found[name].append(now.argval if last else "")
     return found
+
+
+def _parts(function: Any, getters: Getters) -> Getters:
+    """Where a function reads attributes of a value alone, those in place of it."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    uses: dict[str, list[str]] = {}
+    for own in _with_inner(code) if code is not None else ():
+        for name, attributes in _uses(own, ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")).items():
+            uses.setdefault(name, []).extend(attributes)
+    found: Getters = {}
+    for name, get in getters.items():
+        attributes = uses.get(name, [""])
+        if all(attributes):
+            found |= {f"{name}.{x}": partial(_attribute, get, x) for x in attributes}
+        else:
+            found[name] = get
+    return found
+
+
+def _attribute(get: Callable[[], Any], name: str) -> Any:
+    return getattr(get(), "__dict__", {}).get(name)  # `getattr` would run properties
 
 
 class OutsideValues:
@@ -102,7 +142,8 @@ class OutsideValues:
         if self._getters is None:
             closure, others = read_from_outside(self._function)
             del closure["the object of the method"]
-            found = {name: (get, _compared(get())) for name, get in (closure | others).items()}
+            getters = _parts(self._function, closure) | others
+            found = {name: (get, _compared(get())) for name, get in getters.items()}
             self._getters = {k: get for k, (get, x) in found.items() if x is not None}
             self._before = {k: x for k, (_, x) in found.items() if x is not None}
             return
@@ -112,22 +153,29 @@ class OutsideValues:
         if changed:
             warn(
                 f"{self._what} reads {some(changed)} from outside, which has changed since the "
-                "call before: it goes on with the value that it was compiled with. Pass a number "
-                "in the batch, as an array without dimensions "
-                '(batch["scale"] = np.float32(scale)), and another model as a part of the model '
+                "last call: a compiled program goes on with the value of when it was compiled. "
+                "Pass a number in the batch, as an array without dimensions "
+                '(batch["scale"] = np.float32(scale)), and make another model a part of the one '
                 "that is trained (docs/losses.md, What a loss reads from outside)."
             )
 
 
 def _compared(x: Any) -> Any:
-    """A number, or the arrays of a tree; None for what else a function may read."""
+    """A number, or the identities of a tree's arrays; None for what else a function may read."""
     if isinstance(x, (bool, int, float, complex, np.generic)):
         return x
-    leaves = [y for y in jax.tree.leaves(x) if isinstance(y, (jax.Array, np.ndarray))]
-    return leaves if leaves and not any(isinstance(y, core.Tracer) for y in leaves) else None
+    try:
+        leaves = jax.tree.leaves(x)
+    except Exception:  # such as keys that have no order
+        return None
+    arrays = [y for y in leaves if isinstance(y, (jax.Array, np.ndarray))]
+    if not arrays or any(isinstance(y, core.Tracer) for y in arrays):
+        return None
+    return tuple(map(id, arrays))
 
 
 def _differ(before: Any, now: Any) -> bool:
-    if not isinstance(before, list) or not isinstance(now, list):
-        return isinstance(before, list) is not isinstance(now, list) or bool(before != now)
-    return len(before) != len(now) or any(a is not b for a, b in zip(before, now, strict=True))
+    is_nan = before != before and now != now
+    return isinstance(before, tuple) is not isinstance(now, tuple) or bool(
+        before != now and not is_nan
+    )

@@ -100,8 +100,8 @@ class Join:
         if self._enable and error is None and not self._is_called:
             warn(
                 "Join: the loop was not over join(inputs), so that it joined nothing: where inputs "
-                "are uneven, processes wait for each other. Write `with Join([...]) as join:` and "
-                "`for batch in join(inputs):`."
+                "are uneven, processes would wait for each other for ever. Write "
+                "`with Join([...]) as join:` and `for batch in join(inputs):`."
             )
 
     def __call__(self, *inputs: Iterable[Any]) -> Iterator[Any]:

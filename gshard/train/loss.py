@@ -112,7 +112,7 @@ class NormalizedLoss:
         if isinstance(out, tuple):
             raise GShardError(
                 "the loss returned a tuple: pass has_aux=True for (loss, aux), or mutable= for "
-                "(loss, updates). For backward, which takes neither, return the loss alone."
+                "(loss, updates). backward of a wrapped model takes neither: return the loss alone."
             )
         plain = not isinstance(out, Weighted)
         total, weight = (out, jnp.ones((), jnp.float32)) if plain else (out.sum, out.weight)

@@ -13,6 +13,7 @@ import jax
 from gshard._util import events
 from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError, place_of, some
+from gshard._util.in_flight import limit_in_flight
 from gshard._util.text import text_of
 from gshard._util.validation import names_of
 from gshard.data.batch import check_examples, refuse_iterator, shard_batch
@@ -290,6 +291,8 @@ class TrainStep:
         self.numbers.add(batch, program, sums)
         self._replicas.after_call(new.params, new.step)
         self._late_checks.end_call()
+        if not self.options.donate:  # those of donated states depend on each other
+            limit_in_flight(metrics)
         events.ran(self, batch)
         state = self._latest.complete(new)
         return metrics if state is None else (state, metrics)

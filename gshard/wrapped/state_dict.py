@@ -198,8 +198,10 @@ def _compare(values: Mapping[str, Any], stored: NamedArrays) -> None:
         return
     lines = []
     for name, x in values.items():
-        host = np.ascontiguousarray(x)
-        lines.append(f"{name} {crc32(host.reshape(-1).view(np.uint8).data):08x}")
+        old = stored[name][0]
+        host = np.ascontiguousarray(np.asarray(x).astype(np.uint32 if _is_key(old) else old.dtype))
+        checksum = crc32(host.reshape(-1).view(np.uint8).data)
+        lines.append(f"{name} (checksum {checksum:08x})")
     if find_differences("values", {"values": lines}, meshes[0]):
         given = by_value(first_difference(lines, meshes[0]))
         raise GShardError(

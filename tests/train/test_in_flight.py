@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.processes import run_together
 
 SCRIPT = """
+import sys
 import gshard
 gshard.virtual_devices(5)
 import jax, jax.numpy as jnp, numpy as np, optax
@@ -24,13 +27,17 @@ def loss(p, b):
 
 step = gshard.make_eval_step(loss, plan)
 draw = lambda i: np.random.default_rng(i).normal(size=(40, 10)).astype("f4")
+if sys.argv[1] == "train":
+    train = gshard.make_train_step(loss, plan, donate=False)
+    step = lambda state, b: train(state, b)[1]["loss"]
 found = [step(state, draw(i)) for i in range(1500)]
 print("ended", np.mean(jax.device_get(found)))
 """
 
 
-def test_evaluations_that_nothing_waits_for_end(tmp_path):
+@pytest.mark.parametrize("what", ["evaluation", "train"])
+def test_calls_that_nothing_waits_for_end(what, tmp_path):
     (script := tmp_path / "calls.py").write_text(SCRIPT)
     soon = {"XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=5"}
-    (ended,) = run_together(tmp_path, [[str(script)]], [soon], limit=200)
+    (ended,) = run_together(tmp_path, [[str(script), what]], [soon], limit=200)
     assert ended.code == 0 and "ended" in ended.said, ended.said[-2000:]

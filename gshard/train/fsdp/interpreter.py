@@ -245,10 +245,10 @@ def _keep_all_but_layers(layers: Sequence[LazyParam]) -> Callable[..., bool]:
     known = {(spec.kept_shape, spec.reduced.shard_shape) for spec in specs}
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> bool:
-        names = ("new_dtype", "preferred_element_type")
-        dtypes = [*map(params.get, names), *(aval.dtype for aval in avals)]
-        result = next((x for x in dtypes if x is not None), jnp.float32)
-        if jnp.issubdtype(result, jnp.floating) and jnp.finfo(result).bits == 8:
+        named = map(params.get, ("new_dtype", "preferred_element_type"))
+        results = [x for x in named if x is not None] or [aval.dtype for aval in avals]
+        floats = [x for x in results if jnp.issubdtype(x, jnp.floating)]
+        if any(jnp.finfo(x).bits == 8 for x in floats):
             return False
         if primitive.name.startswith("custom_vjp_call"):
             shapes = [aval.shape for aval in avals if aval.shape]  # without seed and token

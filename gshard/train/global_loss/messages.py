@@ -36,8 +36,8 @@ def warn_of_kept(evaluator: Evaluator, eqn: Any) -> None:
     axis, over_layers = evaluator.axes[0], ""
     if eqn is not None and eqn.primitive.name == "scan":
         over_layers = (
-            " If the scan is over layers, dimension 0 counts these: keep that of the experts, such "
-            f"as keep={{'experts/': ({axis!r}, 1)}}."
+            " If the scan is over layers, dimension 0 is the layers: keep the dimension of the "
+            f"experts, such as keep={{'experts/': ({axis!r}, 1)}}."
         )
     warn(
         f"{evaluator.place(eqn)} all-gathers a parameter that is kept on {axis!r}: "
