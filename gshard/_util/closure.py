@@ -164,14 +164,36 @@ def _compared(x: Any) -> Any:
     """A number, or the identities of a tree's arrays; None for what else a function may read."""
     if isinstance(x, (bool, int, float, complex, np.generic)):
         return x
-    try:
-        leaves = jax.tree.leaves(x)
-    except Exception:  # such as keys that have no order
-        return None
-    arrays = [y for y in leaves if isinstance(y, (jax.Array, np.ndarray))]
+    arrays = _arrays(x)
     if not arrays or any(isinstance(y, core.Tracer) for y in arrays):
         return None
     return tuple(map(id, arrays))
+
+
+def _arrays(x: Any) -> list[Any]:
+    """The arrays of a tree.
+
+    `jax.tree.leaves` alone would fail at keys that have no order, and leave the interpreter near
+    its recursion limit (JAX 0.10.2).
+    """
+    found: list[Any] = []
+    seen: dict[int, Any] = {}  # kept, so that no other object gets its number
+    left = [x]
+    while left:
+        x = left.pop()
+        if isinstance(x, (jax.Array, np.ndarray)):
+            found.append(x)
+        elif id(x) not in seen:  # a list may contain itself
+            seen[id(x)] = x
+            if isinstance(x, (dict, list, tuple)):
+                left += x.values() if isinstance(x, dict) else x
+            else:  # one level of what is registered
+                left += _children(x)
+    return found
+
+
+def _children(x: Any) -> list[Any]:
+    return [y for y in jax.tree.leaves(x, is_leaf=lambda y: y is not x) if y is not x]
 
 
 def _differ(before: Any, now: Any) -> bool:

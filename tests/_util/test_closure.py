@@ -79,6 +79,30 @@ def test_attributes_are_compared_where_nothing_else_is_read():
         outside.look(1.0)
 
 
+def test_odd_containers_do_no_harm():
+    """JAX's flattening of a dict with mixed keys leaks a part of the recursion limit each time."""
+    names, cycle, model = (
+        {0: jnp.ones(2), "b": 1},
+        [jnp.ones(2)],
+        {"m": nnx.Linear(2, 2, rngs=nnx.Rngs(0))},
+    )
+    cycle += [cycle, cycle]
+    outside = OutsideValues(lambda x: (x, names, cycle, model), "the loss")
+    for _ in range(200):
+        outside.look(1.0)
+
+    def deep(n):
+        return deep(n - 1) if n else jax.tree.leaves({"a": 1})
+
+    assert deep(500) == [1]
+    names = {0: jnp.ones(2), "b": 1}
+    model["m"].bias[...] = jnp.ones(2)
+    with pytest.warns(
+        gshard.GShardWarning, match="the loss reads (model, names|names, model) from"
+    ):
+        outside.look(1.0)
+
+
 def test_nan_is_no_change():
     value = float("nan")
     outside = OutsideValues(lambda x: (x, value), "the loss")
