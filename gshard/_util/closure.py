@@ -18,8 +18,8 @@ from jax import core
 from gshard._util.errors import some, warn
 
 _LOAD_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+_LOAD_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _STORE = ("STORE_GLOBAL", "STORE_DEREF")  # such as a counter of its calls
-
 
 Getters = dict[str, Callable[[], Any]]
 
@@ -29,33 +29,38 @@ def read_from_outside(function: Any) -> tuple[Getters, Getters]:
 
     That is what `functools.partial` has bound, and attributes of the object of a method.
     """
-    bound: dict[str, Any] = {}
-    while isinstance(function, partial):
-        bound |= {f"argument {i + 1} of a partial": x for i, x in enumerate(function.args)}
-        bound |= {f"{name} of a partial": x for name, x in function.keywords.items()}
-        function = function.func
+    function, owner, bound = _opened(function)
     others: Getters = {name: partial(_same, x) for name, x in bound.items()}
-    owner = getattr(function, "__self__", None)
-    function = inspect.unwrap(function)
-    owner = getattr(function, "__self__", None) if owner is None else owner
-    if not hasattr(function, "__code__"):  # an object of a class with __call__
-        owner, function = function, inspect.unwrap(type(function).__call__)
-    known = getattr(owner, "__dict__", {})  # `getattr` would run properties
-    others |= {f"self.{x}": partial(known.get, x) for x in _attributes_read(function) if known}
+    attributes = getattr(owner, "__dict__", {})  # `getattr` would run properties
+    if attributes:
+        others |= {f"self.{x}": partial(attributes.get, x) for x in _attributes_read(function)}
     closure: Getters = {"the object of the method": partial(_same, owner)}
-    function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     if code is None:  # not a Python function
         return closure, others
-    codes = _with_inner(code)
-    found = [x for own in codes for x in dis.get_instructions(own)]
+    found = [x for own in _with_inner(code) for x in dis.get_instructions(own)]
     written = {x.argval for x in found if x.opname in _STORE}
-    names = dict.fromkeys(x.argval for x in found if x.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    names = dict.fromkeys(x.argval for x in found if x.opname in _LOAD_GLOBAL)
     known = function.__globals__
     closure |= {x: partial(known.get, x) for x in names if x in known and x not in written}
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     closure |= {name: partial(_content, cell) for name, cell in cells if name not in written}
     return closure, others
+
+
+def _opened(function: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """The function within, the object whose method it is, and what partials have bound in it."""
+    bound: dict[str, Any] = {}
+    while isinstance(function, partial):
+        bound |= {f"argument {i + 1} of a partial": x for i, x in enumerate(function.args)}
+        bound |= {f"{name} of a partial": x for name, x in function.keywords.items()}
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    function = inspect.unwrap(function)
+    owner = getattr(function, "__self__", None) if owner is None else owner
+    if not hasattr(function, "__code__"):  # an object of a class with __call__
+        owner, function = function, inspect.unwrap(type(function).__call__)
+    return getattr(function, "__func__", function), owner, bound
 
 
 def _with_inner(code: CodeType) -> list[CodeType]:
@@ -97,12 +102,10 @@ def _uses(code: CodeType, loads: tuple[str, ...]) -> dict[str, list[str]]:
 
 def _parts(function: Any, getters: Getters) -> Getters:
     """Where a function reads attributes of a value alone, those in place of it."""
-    while isinstance(function, partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    code = getattr(_opened(function)[0], "__code__", None)
     uses: dict[str, list[str]] = {}
     for own in _with_inner(code) if code is not None else ():
-        for name, attributes in _uses(own, ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")).items():
+        for name, attributes in _uses(own, (*_LOAD_GLOBAL, "LOAD_DEREF")).items():
             uses.setdefault(name, []).extend(attributes)
     found: Getters = {}
     for name, get in getters.items():
@@ -188,12 +191,8 @@ def _arrays(x: Any) -> list[Any]:
             if isinstance(x, (dict, list, tuple)):
                 left += x.values() if isinstance(x, dict) else x
             else:  # one level of what is registered
-                left += _children(x)
+                left += jax.tree.leaves(x, is_leaf=lambda y, x=x: y is not x)
     return found
-
-
-def _children(x: Any) -> list[Any]:
-    return [y for y in jax.tree.leaves(x, is_leaf=lambda y: y is not x) if y is not x]
 
 
 def _differ(before: Any, now: Any) -> bool:

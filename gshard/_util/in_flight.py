@@ -19,8 +19,8 @@ def limit_in_flight(results: Any) -> None:
     such as those of an evaluation, then run at once, and their collectives take all threads of the
     CPU devices, so that none can end: XLA aborts with a "Termination timeout" of a rendezvous.
     """
-    arrays = [x for x in jax.tree.leaves(results) if _is_on_cpus(x)]
-    if not arrays:
+    arrays = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
+    if not arrays or not _is_on_cpus(arrays[0]):  # all are on the devices of one mesh
         return
     _running.append(min(arrays, key=lambda x: x.size))
     if len(_running) > _MOST:
@@ -29,8 +29,8 @@ def limit_in_flight(results: Any) -> None:
             jax.block_until_ready(oldest)
 
 
-def _is_on_cpus(x: Any) -> bool:
-    if not isinstance(x, jax.Array) or isinstance(x, core.Tracer):
+def _is_on_cpus(x: jax.Array) -> bool:
+    if isinstance(x, core.Tracer):
         return False
     devices = x.sharding.device_set
     return len(devices) > 1 and next(iter(devices)).platform == "cpu"

@@ -90,7 +90,7 @@ def agree_on_state(plan: Plan, values: Any, what: str, source: int | None) -> An
         return values
     introduce(mesh)
     paths, leaves, structure = flatten(values)
-    lines = [f"{path} {_checksum(x)}" for path, x in zip(paths, leaves, strict=True)]
+    lines = [f"{path} {checksum(x)}" for path, x in zip(paths, leaves, strict=True)]
     forms = [f"{p} {_form(x)}" for p, x in zip(paths, leaves, strict=True)]
     facts = {
         **plan_facts(plan),
@@ -159,7 +159,7 @@ def _form(x: Any) -> str:
     return f"{dtype if _is_key(x) else canonicalize_dtype(dtype)}{list(np.shape(x))}"
 
 
-def _checksum(x: Any) -> str:
+def checksum(x: Any) -> str:
     """A checksum of an array's values; empty if it has none here, or is global already."""
     if not _is_array(x) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return ""

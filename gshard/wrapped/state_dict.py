@@ -13,7 +13,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from gshard._util.crc32 import crc32
 from gshard._util.durable import make_folder, rename, replace_folder
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import check_unique, flatten
@@ -28,6 +27,7 @@ from gshard.sharding.group import data_group
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.mesh import make_mesh
+from gshard.train.same_state import checksum
 
 NamedArrays = dict[str, tuple[jax.Array, Layout]]  # arrays as stored
 
@@ -199,9 +199,8 @@ def _compare(values: Mapping[str, Any], stored: NamedArrays) -> None:
     lines = []
     for name, x in values.items():
         old = stored[name][0]
-        host = np.ascontiguousarray(np.asarray(x).astype(np.uint32 if _is_key(old) else old.dtype))
-        checksum = crc32(host.reshape(-1).view(np.uint8).data)
-        lines.append(f"{name} (checksum {checksum:08x})")
+        host = np.asarray(x).astype(np.uint32 if _is_key(old) else old.dtype)
+        lines.append(f"{name} (checksum {checksum(host)})")
     if find_differences("values", {"values": lines}, meshes[0]):
         given = by_value(first_difference(lines, meshes[0]))
         raise GShardError(

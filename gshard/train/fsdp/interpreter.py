@@ -220,8 +220,7 @@ def _warn_of_sharded_stacks(values: Sequence[Any]) -> None:
             "mesh axis: the full stack is all-gathered over the data axes before the scan, and "
             "not a layer at a time. Shard another dimension over that axis."
         )
-    specs = [spec for spec in specs if spec.stored.path not in others]
-    specs = [spec for spec in specs if spec.reduced.scan_dim != 0]
+    specs = [x for x in specs if x.stored.path not in others and x.reduced.scan_dim != 0]
     if specs:
         paths = [spec.reduced.path for spec in specs]
         gathered = any(spec.stored.dim is not None for spec in specs)
