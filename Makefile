@@ -43,7 +43,7 @@ demo-moe: setup-test  ## train a small mixture of experts, kept on 8 virtual dev
 check: lint  ## the linters and the fastest tests, before a commit (1 minute)
 	$(VENV)/bin/python -m pytest -q -m "not slow" $(FASTEST)
 
-test: setup-test  ## the quick tier of the tests (5 to 7 minutes on 2 cores)
+test: setup-test  ## the quick tier of the tests (5 minutes on 2 cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: setup-test setup-docs setup-writers setup-stores  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md
