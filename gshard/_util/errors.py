@@ -9,10 +9,11 @@ import difflib
 import functools
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 _JAX = find_spec("jax")  # without importing it, which takes a second
 _LIBRARIES = (
@@ -48,6 +49,13 @@ class MissingAttributeError(GShardError, AttributeError):
     """Raised for an attribute that an object lacks; says what to use instead.
 
     It is one of Paddle or PyTorch that gshard does not have, or one that a copy does not have.
+    """
+
+
+class MissingNameError(GShardError, ImportError):
+    """Raised for a name of Paddle or PyTorch that a module lacks; says what to use instead.
+
+    It is an `ImportError` since `from module import name` hides the text of an `AttributeError`.
     """
 
 
@@ -92,6 +100,17 @@ def did_you_mean(value: object, known: Iterable[object]) -> str:
     """A sentence that suggests the most similar of `known`; empty when none is similar."""
     found = difflib.get_close_matches(str(value), [str(k) for k in known], n=1, cutoff=0.5)
     return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def refuse_names(module: str, instead: Mapping[str, str]) -> Callable[[str], NoReturn]:
+    """Returns the `__getattr__` of a module; `instead` says what to use for names it lacks."""
+
+    def look_up(name: str) -> NoReturn:
+        if name in instead:
+            raise MissingNameError(f"{module} has no {name}. {instead[name]}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return look_up
 
 
 def some(items: Iterable[object], most: int = 5) -> str:

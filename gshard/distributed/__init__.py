@@ -6,6 +6,9 @@ Start reading: `initialize`; for starting processes `launch.job` and `launch.spa
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from gshard._util.errors import refuse_names
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE, preempted, until_preempted
 from gshard.distributed.initialize import barrier, initialize, process_count, process_index
 from gshard.distributed.launch.spawn import ProcessFailedError, Spawned, spawn
@@ -26,3 +29,16 @@ __all__ = [
     "spawn",
     "until_preempted",
 ]
+
+INSTEAD = {  # of the names in PyTorch's and Paddle's modules
+    "all_gather": "The steps communicate by themselves; own functions use jax.lax.all_gather.",
+    "all_reduce": "The steps communicate by themselves; own functions use jax.lax.psum.",
+    "destroy_process_group": "Leave it out: the end of the program ends the group.",
+    "get_rank": "Call gshard.distributed.process_index().",
+    "get_world_size": "Call gshard.distributed.process_count(), or jax.device_count() for devices.",
+    "init_parallel_env": "Call gshard.distributed.initialize().",
+    "init_process_group": "Call gshard.distributed.initialize().",
+    "is_initialized": "Call gshard.distributed.process_count(): it is 1 outside a job.",
+}
+if not TYPE_CHECKING:  # so that type checkers report misspelt names
+    __getattr__ = refuse_names(__name__, INSTEAD)

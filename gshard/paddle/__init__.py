@@ -9,7 +9,10 @@ Start reading: `group_sharded`.
 
 from __future__ import annotations
 
-from gshard.distributed import barrier, new_group, spawn
+from typing import TYPE_CHECKING
+
+from gshard._util.errors import refuse_names
+from gshard.distributed import INSTEAD, barrier, new_group, spawn
 from gshard.distributed import initialize as init_parallel_env
 from gshard.distributed import process_count as get_world_size
 from gshard.distributed import process_index as get_rank
@@ -37,6 +40,28 @@ __all__ = [
     "spawn",
     "state_dict",
 ]
+
+_LEVEL = "Call group_sharded_parallel(model, optimizer, {!r})."
+_CLIP = "Make the optimizer optax.chain(optax.{}, ...)."
+_INSTEAD = INSTEAD | {
+    "ClipGradByGlobalNorm": _CLIP.format("clip_by_global_norm(clip_norm)"),
+    "ClipGradByNorm": _CLIP.format("clip_by_block_rms(threshold)"),
+    "ClipGradByValue": _CLIP.format("clip(max)"),
+    "DataLoader": "Use gshard.DataLoader.",
+    "DistributedBatchSampler": "gshard.DataLoader gives each process its own examples.",
+    "DygraphShardingOptimizer": _LEVEL.format("os"),
+    "GroupShardedOptimizerStage2": _LEVEL.format("os_g"),
+    "GroupShardedStage2": _LEVEL.format("os_g"),
+    "GroupShardedStage3": _LEVEL.format("p_g_os"),
+    "ParallelEnv": "Call gshard.paddle.get_rank() and gshard.paddle.get_world_size().",
+    "amp": "Pass scaler=gshard.GradScaler() to group_sharded_parallel; layers take dtype=.",
+    "broadcast": "DataParallel and group_sharded_parallel take the model of the first process.",
+    "fleet": "Call init_parallel_env() and group_sharded_parallel(model, optimizer, level).",
+    "launch": "Start the program by `gshard launch --nproc_per_node n train.py`.",
+    "optimizer": "Use the optimizers of optax, such as optax.adamw.",
+}
+if not TYPE_CHECKING:  # so that type checkers report misspelt names
+    __getattr__ = refuse_names(__name__, _INSTEAD)
 
 
 def __dir__() -> list[str]:

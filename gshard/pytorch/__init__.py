@@ -11,6 +11,10 @@ Start reading: `zero_redundancy_optimizer`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from gshard._util.errors import refuse_names
+from gshard.distributed import INSTEAD
 from gshard.pytorch.distributed_data_parallel import DistributedDataParallel
 from gshard.pytorch.join import Join
 from gshard.pytorch.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -25,6 +29,28 @@ __all__ = [
     "load",
     "save",
 ]
+
+_SHARDED = 'gshard.shard_train_state(state, mesh, "fsdp") shards parameters as well.'
+_SCALER = "Pass scaler=gshard.GradScaler() to gshard.make_train_step."
+_INSTEAD = INSTEAD | {
+    "DDP": "It is DistributedDataParallel.",
+    "DataLoader": "Use gshard.DataLoader.",
+    "DistributedSampler": "gshard.DataLoader gives each process its own examples, with no sampler.",
+    "FSDP": _SHARDED,
+    "FullyShardedDataParallel": _SHARDED,
+    "GradScaler": _SCALER,
+    "amp": f"{_SCALER} bfloat16 is dtype=jnp.bfloat16 of the layers, and needs no scaler.",
+    "autocast": "Give the layers dtype=jnp.bfloat16; parameters stay in float32.",
+    "barrier": "Call gshard.distributed.barrier().",
+    "broadcast": "DistributedDataParallel takes the model of the first process by itself.",
+    "clip_grad_norm_": "Make the optimizer optax.chain(optax.clip_by_global_norm(max_norm), ...).",
+    "fully_shard": _SHARDED,
+    "new_group": "Call gshard.distributed.new_group(device_numbers).",
+    "optim": "Use the optimizers of optax, such as optax.adamw.",
+    "spawn": "Call gshard.distributed.spawn(function, nprocs=n).",
+}
+if not TYPE_CHECKING:  # so that type checkers report misspelt names
+    __getattr__ = refuse_names(__name__, _INSTEAD)
 
 
 def __dir__() -> list[str]:

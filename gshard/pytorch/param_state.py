@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
-from gshard._util.errors import did_you_mean
+from gshard._util.errors import ArgumentTypeError, did_you_mean
 from gshard._util.pytree import flatten
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.state_dict import parameter_of
@@ -24,6 +25,17 @@ _TORCH_NAMES = {
 _OF_RMSPROP = {"mu": "grad_avg", "nu": "square_avg"}
 
 
+class Snapshot(dict[str, Any]):
+    """The fields of one parameter's state, which cannot be set: training would not see it."""
+
+    def __setitem__(self, name: str, value: Any) -> NoReturn:
+        raise ArgumentTypeError(
+            "opt.state is a snapshot: what is set in it does not reach the optimizer. Change a "
+            "state = opt.state_dict(), whose state['state'][i] is that of optax, and give it to "
+            "opt.load_state_dict(state)."
+        )
+
+
 class ParamStates(Mapping[Any, Mapping[str, Any]]):
     """The state of each parameter: a snapshot of full arrays in host memory.
 
@@ -34,7 +46,7 @@ class ParamStates(Mapping[Any, Mapping[str, Any]]):
 
     def __init__(self, groups: Sequence[ParamGroup], states: Sequence[Any]):
         """`states` has the full state of each group."""
-        self._by_path: dict[str, dict[str, Any]] = {}
+        self._by_path: dict[str, Snapshot] = {}
         for i, (group, state) in enumerate(zip(groups, states, strict=True)):
             names = _TORCH_NAMES | (_OF_RMSPROP if group.name == "rmsprop" else {})
             paths = flatten(group.tree)[0]
@@ -46,10 +58,10 @@ class ParamStates(Mapping[Any, Mapping[str, Any]]):
                 end = "" if owner is None else paths[owner]
                 field = path.removesuffix(end).rstrip("/").rpartition("/")[2]
                 for at in own:
-                    fields[at].setdefault(names.get(field, field), x)
+                    fields[at].setdefault(names.get(field, field), _fixed(x))
             several = any(path in self._by_path for path in paths)
             self._by_path |= {
-                f"{i}/{path}" if several else path: of
+                f"{i}/{path}" if several else path: Snapshot(of)
                 for path, of in zip(paths, fields, strict=True)
             }
 
@@ -70,3 +82,11 @@ class ParamStates(Mapping[Any, Mapping[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._by_path)
+
+
+def _fixed(x: Any) -> Any:
+    """Returns an array that cannot be written to, since the optimizer would not see it."""
+    if isinstance(x, np.ndarray):
+        x = x.view()
+        x.flags.writeable = False
+    return x

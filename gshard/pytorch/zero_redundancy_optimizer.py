@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -111,6 +111,12 @@ class ZeroRedundancyOptimizer:
             return object.__getattribute__(self, name)  # raises what Python says
         raise MissingAttributeError(
             f"ZeroRedundancyOptimizer has no attribute {name!r}. {_INSTEAD[name]}"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ArgumentTypeError(
+            "a ZeroRedundancyOptimizer cannot be copied or pickled: it updates the model that it "
+            "was made for. Keep opt.state_dict(), and give it to the load_state_dict of another."
         )
 
     @property

@@ -133,7 +133,12 @@ class Accumulation:
         _refuse_more(args, kwargs)
         scaler = self._check_call(loss_fn, batch)
         loss_fn, given = self._given(loss_fn, batch)
-        loss, *new = self._compiled(loss_fn, given)(self.model, given, *self._stored())
+        compiled = self._compiled(loss_fn, given)
+        try:
+            loss, *new = compiled(self.model, given, *self._stored())
+        except ValueError:
+            self._refuse_other_shapes()
+            raise
         if self._depth:
             self._pending, self._buffers = new
         elif self.updating is not None:
@@ -201,6 +206,20 @@ class Accumulation:
         if self._buffers:
             self._settle(self.model, self._buffers)
             self._buffers = {}
+
+    def _refuse_other_shapes(self) -> None:
+        """Raises a `GShardError` if parameters were replaced by full ones, without the padding."""
+        pairs = zip(self.model.parameters(), jax.tree.leaves(self.plan.params), strict=True)
+        wrong = [
+            f"{y.path} is {list(x.shape)}, stored as {list(y.stored_shape)}"
+            for x, y in pairs
+            if x.shape != y.stored_shape
+        ]
+        if wrong:
+            raise GShardError(
+                f"backward: parameters are not stored as model.plan says: {some(wrong, 3)}. Set "
+                "full values with model.set_state_dict(values), by the names of model.state_dict()."
+            )
 
     def refuse_waiting(self) -> None:
         """Raises a `GShardError` if gradients of `no_sync` have not been reduced."""

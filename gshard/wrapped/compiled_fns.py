@@ -195,7 +195,12 @@ def _added(pending: Pending, own: LocalGradients) -> LocalGradients:
 
 
 def _sum(grads: Grads, new: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
-    return new if grads is None else jax.tree.map(jnp.add, grads, new)
+    """Adds gradients; one that the user has set to None, or a part, is that of `new` alone."""
+
+    def add(ours: Any, theirs: Any) -> Any:
+        return theirs if ours is None else jax.tree.map(jnp.add, ours, theirs)
+
+    return jax.tree.map(add, grads, new, is_leaf=lambda x: x is None)
 
 
 class OnModel:

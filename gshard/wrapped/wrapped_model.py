@@ -81,6 +81,13 @@ class Wrapped(Keeping):
         "to": _PLACED,
         "cuda": _PLACED,
         "cpu": "Call model.state_dict() for the values on the host.",
+        "buffers": "model.state_dict() has parameters and buffers by name.",
+        "named_buffers": "model.state_dict() has parameters and buffers by name.",
+        "named_parameters": "Call model.parameters(), or model.state_dict() for arrays by name.",
+        "named_modules": "Call model.iter_modules(), which NNX has.",
+        "modules": "Call model.iter_modules(), which NNX has.",
+        "requires_grad_": 'Set model.grads["head"] = None before a step that leaves "head" alone.',
+        "register_comm_hook": "bucket_cap_mb= and no_sync() say how gradients are sent.",
     }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +121,8 @@ class Wrapped(Keeping):
     def grads(self) -> Any:
         """The reduced gradients as an `nnx.State`, or None: the sum over calls of `backward`.
 
-        They can be set, to others of the same structure, such as clipped ones.
+        They can be set, to others of the same structure, such as clipped ones, or to None, which
+        drops them. `model.grads["head"] = None` drops those of a part.
 
         Raises:
           GShardError: some are not reduced yet.
@@ -128,6 +136,9 @@ class Wrapped(Keeping):
             super().__setattr__(name, value)
             return
         keep = kept(self)
+        if value is None:  # as PyTorch's users drop them
+            keep.clear()
+            return
         if jax.tree.structure(value) != jax.tree.structure(keep.take()):
             raise GShardError(
                 "grads: the new gradients have another structure than those of backward. Make "

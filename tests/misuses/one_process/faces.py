@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import jax
@@ -95,6 +96,39 @@ def one_step(_):
 def local_state(change: Any) -> Any:
     own = zero()
     own.load_state_dict(change(own.state_dict()))
+
+
+def set_moment(_):
+    zero().state["w"]["exp_avg"] = np.zeros((16, 8))
+
+
+def set_entry(_):
+    zero().state["w"]["exp_avg"][0] = 1.0
+
+
+def grads_of_the_last(_):
+    """What is None is not added to, as `p.grad = None` in PyTorch."""
+    model, other = gshard.paddle.DataParallel(plain()), {k: v + 1 for k, v in BATCH.items()}
+    model.backward(model_loss, other)
+    model.grads["bias"] = None
+    model.backward(model_loss, BATCH)
+    first, second = nnx.grad(model_loss)(plain(), other), gradients(plain())
+    wanted = first["kernel"] + second["kernel"], second["bias"]
+    return [model.grads["kernel"], model.grads["bias"]], list(wanted)
+
+
+def full_parameters(_):
+    small = lambda seed: nnx.Linear(16, 3, rngs=nnx.Rngs(seed))  # noqa: E731
+    model, _, _ = gshard.paddle.group_sharded_parallel(small(0), ADAM, "p_g_os", segment_size=0)
+    nnx.update(model, nnx.state(small(1)))
+    model.backward(lambda model, batch: model(batch["x"]).mean(), BATCH)
+
+
+def no_grads(_):
+    model, optimizer, _ = wrapped()
+    model.backward(model_loss, BATCH)
+    model.grads = None
+    optimizer.step()
 
 
 def missing_process(func: Any, *args: Any, **options: Any) -> Any:
@@ -241,6 +275,34 @@ ROWS = {
     ),
     "until_preempted whose last is no function": refused(
         lambda _: list(gshard.distributed.until_preempted([1], last=3)), "last=3"
+    ),
+    "import of a name that PyTorch has": refused(
+        lambda _: exec("from gshard.pytorch import FullyShardedDataParallel"),
+        *("FullyShardedDataParallel", "shard_train_state"),
+    ),
+    "a function that PyTorch has": refused(
+        lambda _: gshard.pytorch.init_process_group("nccl"), "gshard.distributed.initialize()"
+    ),
+    "a class that Paddle has": refused(
+        lambda _: gshard.paddle.GroupShardedStage3(plain()), "group_sharded_parallel", "'p_g_os'"
+    ),
+    "get_rank of gshard.distributed": refused(
+        lambda _: gshard.distributed.get_rank(), "gshard.distributed.process_index()"
+    ),
+    "parameters by name, as PyTorch gives them": refused(
+        lambda _: gshard.paddle.DataParallel(plain()).named_parameters(), "model.parameters()"
+    ),
+    "a moment is set in opt.state": refused(
+        set_moment, "snapshot", "opt.load_state_dict(state)", error=gshard.ArgumentTypeError
+    ),
+    "an entry of a moment is set in opt.state": raw(set_entry, ValueError, "read-only"),
+    "gradients of one layer set to None before the next backward": right(grads_of_the_last),
+    "grads = None": refused(no_grads, "there are no gradients"),
+    "copy.deepcopy of a ZeroRedundancyOptimizer": refused(
+        lambda _: copy.deepcopy(zero()), "cannot be copied", "opt.state_dict()"
+    ),
+    "nnx.update with full parameters at p_g_os": refused(
+        full_parameters, "bias is [3], stored as [8]", "model.set_state_dict"
     ),
     "a barrier in one process": right(lambda _: (int(gshard.distributed.barrier() is None), 1)),
 }
