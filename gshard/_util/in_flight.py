@@ -15,9 +15,8 @@ _running: deque[jax.Array] = deque()  # a result of each of the last calls
 def limit_in_flight(results: Any) -> None:
     """Waits for an earlier call if too many run, where the results are on several CPU devices.
 
-    JAX starts a call before the one before it has ended. Calls that do not depend on each other,
-    such as those of an evaluation, then run at once, and their collectives take all threads of the
-    CPU devices, so that none can end: XLA aborts with a "Termination timeout" of a rendezvous.
+    Calls that do not depend on each other, such as those of an evaluation, run at once, and take
+    all threads (`cpu_threads`).
     """
     arrays = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
     if not arrays or not _is_on_cpus(arrays[0]):  # all are on the devices of one mesh

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gshard._util.cpu_threads import thread_variables
 from gshard._util.errors import GShardError
 from gshard._util.events import STATUS_FILE as STATUS_FILE
 from gshard._util.validation import check_integer, shown
@@ -146,6 +147,7 @@ def device_shares(
         count = check_integer(f"{prefix}virtual_devices", virtual_devices, 1)
         flags = _FORCED.sub("", os.environ.get("XLA_FLAGS", "")).strip()
         cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count), "XLA_FLAGS": flags}
+        cpu |= {k: os.environ.get(k, v) for k, v in thread_variables(count).items()}
         return [cpu] * processes
     gpus = visible_gpus() if devices is None else devices
     if devices is None and not gpus:

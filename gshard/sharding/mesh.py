@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from gshard._util.activity import doing
+from gshard._util.cpu_threads import thread_variables
 from gshard._util.errors import GShardError, warn
 from gshard._util.validation import check_integer, dimension, shown
 from gshard.sharding.topology import (
@@ -206,6 +207,8 @@ def virtual_devices(count: int) -> None:
         r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
     )
     try:
+        for name, value in thread_variables(count).items():
+            os.environ.setdefault(name, value)
         if not forced:
             jax.config.update("jax_num_cpu_devices", count)
             return

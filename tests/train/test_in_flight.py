@@ -34,10 +34,45 @@ found = [step(state, draw(i)) for i in range(1500)]
 print("ended", np.mean(jax.device_get(found)))
 """
 
+OWN_LOOP = """
+import gshard
+gshard.virtual_devices(4)
+import jax, jax.numpy as jnp, numpy as np, optax
+
+params = {f"layer {i}": np.ones((16, 16), np.float32) / 16 for i in range(5)}
+state, plan = gshard.shard_train_state(
+    (params, optax.sgd(0.001)), gshard.make_mesh(), "os", min_shard_size=0
+)
+
+def loss(params, batch):
+    for x in params.values():
+        batch = jnp.tanh(batch @ x)
+    return jnp.mean(batch)
+
+gradient = gshard.value_and_grad(loss, plan)
+
+def own_step(state, batch):
+    loss, grads = gradient(state.params, batch)
+    return state.apply_gradients(grads=grads), loss
+
+own_step = jax.jit(own_step, donate_argnums=0)
+batch = gshard.shard_batch(np.ones((32, 16), np.float32), plan)
+for _ in range(500):
+    state, last = own_step(state, batch)
+print("ended", float(last))
+"""
+SOON = {"XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=5"}
+
 
 @pytest.mark.parametrize("what", ["evaluation", "train"])
 def test_calls_that_nothing_waits_for_end(what, tmp_path):
     (script := tmp_path / "calls.py").write_text(SCRIPT)
-    soon = {"XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=5"}
-    (ended,) = run_together(tmp_path, [[str(script), what]], [soon], limit=200)
+    few = {"PJRT_NPROC": "5"}  # threads, as without virtual_devices
+    (ended,) = run_together(tmp_path, [[str(script), what]], [SOON | few], limit=200)
+    assert ended.code == 0 and "ended" in ended.said, ended.said[-2000:]
+
+
+def test_an_own_loop_that_waits_for_nothing_ends(tmp_path):
+    (script := tmp_path / "own_loop.py").write_text(OWN_LOOP)
+    (ended,) = run_together(tmp_path, [[str(script)]], [SOON], limit=200)
     assert ended.code == 0 and "ended" in ended.said, ended.said[-2000:]

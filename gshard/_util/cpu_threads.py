@@ -1,0 +1,20 @@
+"""How many threads JAX starts for virtual CPU devices.
+
+JAX before 0.12 starts a call before the one before it has ended, and each device of a call holds a
+thread while its collectives wait. By default there are as many threads as devices, or as cores:
+calls can take all of them, none can end, and XLA aborts with a "Termination timeout" of a
+rendezvous. `in_flight` limits the calls of gshard's own steps.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def thread_variables(devices: int) -> dict[str, str]:
+    """Returns the environment variables with which JAX starts threads for so many CPU devices.
+
+    Two for each device are enough for functions that users compile themselves, whose calls cannot
+    be limited. More threads make matrix products slower.
+    """
+    return {"PJRT_NPROC": str(max(os.cpu_count() or 1, 2 * devices))} if devices > 1 else {}
