@@ -1,8 +1,8 @@
-"""Warns of a loss that closes over an array which is stored with padding.
+"""Warns where arrays that are stored with padding are used outside gshard's steps.
 
 What gshard passes to a loss has its logical shape. An array of a sharded state that the loss closes
 over comes as it is stored, with the zeros of `indivisible="pad"` at its end: a maximum, a mean or
-an argmax over them differs from one device.
+an argmax over them differs from one device. So does an NNX model that is called itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax import core
 
-from gshard._util.errors import warn
+from gshard._util.errors import some, warn
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 
@@ -27,6 +27,19 @@ def remember(plan: Plan) -> None:
         if layout.padding:
             of_form = _stored.setdefault((layout.stored_shape, str(layout.dtype)), {})
             of_form.setdefault(plan.sharding(layout), layout)
+
+
+def warn_of_padded_model(plan: Plan) -> None:
+    """Warns of an NNX model with padded arrays: `model(x)` would compute with their zeros."""
+    padded = [x.path for x in jax.tree.leaves((plan.params, plan.non_trainable)) if x.padding]
+    if padded and "model" in plan.kind.arguments:
+        warn(
+            f"the model holds {some(padded, 3)} as stored, with zeros at the end, since their "
+            "dimensions do not divide by the devices. gshard's steps remove them, but model(x) "
+            "computes with them, and its outputs may have further columns. Evaluate with "
+            "gshard.make_eval_step, or call the model of plan.unwrap((model, optimizer)). "
+            'indivisible="replicate" stores such arrays replicated, without padding.'
+        )
 
 
 def warn_of_padding(closed_over: Sequence[Any]) -> None:

@@ -23,7 +23,7 @@ from gshard.sharding.keep import Keep
 from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.level import LevelChoice, is_auto, parse_level
 from gshard.sharding.make_plan import PlanRequest, plan_state
-from gshard.sharding.padded_storage import remember
+from gshard.sharding.padded_storage import remember, warn_of_padded_model
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import as_precision
 from gshard.sharding.quantized_array import (
@@ -225,7 +225,10 @@ def shard_train_state(
         broadcast_from=broadcast_from,
     )
     advice = "Lower min_shard_size= of shard_train_state, or shard them with rules=."
-    return shard_and_advise(state, mesh, level, options, advice)
+    sharded, plan = shard_and_advise(state, mesh, level, options, advice)
+    if isinstance(mesh, Mesh):
+        warn_of_padded_model(plan)
+    return sharded, plan
 
 
 def shard_and_advise(

@@ -31,7 +31,7 @@ from tests.misuses.small import (
     shard,
     train,
 )
-from tests.misuses.table import raw, refused, right
+from tests.misuses.table import raw, refused, right, warned
 
 BIG = 2**40
 ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params())
@@ -134,7 +134,19 @@ def a_class_with_slots(_):
     shard((Slots(), ADAM))
 
 
+def a_padded_model(_):
+    """At 8 devices its outputs would have 8 columns, where the model has 5."""
+    model = nnx.Linear(3, 5, use_bias=False, rngs=nnx.Rngs(0))
+    pair = (model, nnx.Optimizer(model, ADAM, wrt=nnx.Param))
+    (model, _), _ = gshard.shard_train_state(pair, gshard.make_mesh(), "zero3", min_shard_size=0)
+    outputs = model(np.ones((2, 3), np.float32))
+    return outputs.shape, (2, 5)
+
+
 ROWS = {
+    "an NNX model that is stored with padding is called itself": warned(
+        a_padded_model, "kernel", "make_eval_step", "plan.unwrap((model, optimizer))"
+    ),
     "a dict as the state": refused(
         lambda _: shard({"w": 1}), "dict", "TrainState", "(model, optimizer)"
     ),
