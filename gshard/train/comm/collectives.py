@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gshard.sharding.group import Group, Hop
@@ -216,7 +217,8 @@ def slice_shards(full: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[j
         if key not in starts:
             starts[key] = group_index(layout.group.shard) * size
         x = layout.pad(x)
-        begin = [starts[key] if d == layout.dim else 0 for d in range(x.ndim)]
+        zero = np.zeros((), starts[key].dtype)  # JAX would make a 0 an int64 under jax_enable_x64
+        begin = [starts[key] if d == layout.dim else zero for d in range(x.ndim)]
         sizes = [size if d == layout.dim else n for d, n in enumerate(x.shape)]
         return lax.dynamic_slice(x, begin, sizes, allow_negative_indices=False)
 

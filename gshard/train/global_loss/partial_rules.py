@@ -26,7 +26,7 @@ def linear(given: Given) -> Decision | None:
 
 @partial_rule("convert_element_type")
 def convert(given: Given) -> Decision | None:
-    """To the same or a wider float: a narrower one rounds every part. Integers may not wrap.
+    """To a float of 32 bits or as wide: another rounds every part. Integers may not wrap.
 
     To the same dtype a loop converts what it carries, if that began as a Python number.
     """
@@ -38,7 +38,7 @@ def convert(given: Given) -> Decision | None:
         exact = new.itemsize >= 4 or (known and known.bound or 0) <= 2 ** (jnp.finfo(new).nmant + 1)
         fits = known is not None and known.bound is not None and exact
     else:
-        fits = new.itemsize >= old.itemsize
+        fits = new.itemsize >= min(old.itemsize, 4)
     return given.all(PARTIAL) if fits else None
 
 

@@ -212,8 +212,8 @@ def x64(_):
     """64 bits from the start: parameters of float64 stay so."""
     with jax.enable_x64(True):
         own = jax.tree.map(np.float64, params())
-        state, plan = shard((own, ADAM))
-        step = gshard.make_train_step(loss_fn, plan)
+        state, plan = shard((own, ADAM), min_shard_size=0)
+        step = gshard.make_train_step(loss_fn, plan, micro_batches=2)
         state, _ = step(state, jax.tree.map(np.float64, BATCH))
         full = gshard.full_params(state)
         assert full["w"].dtype == np.float64
