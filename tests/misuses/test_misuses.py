@@ -17,7 +17,7 @@ QUOTED = re.findall(r"```text\n(.*?)\n```\n<!-- misuse: (.*?) -->", TROUBLES.rea
 CASES = {f"{topic}: {name}": row for topic, rows in TOPICS.items() for name, row in rows.items()}
 SLOW = {"Losses", "Files", "Transforms, modes and threads"}  # what works there is compiled
 QUICK = {"jax.disable_jit", "jax.transfer_guard('disallow')"}
-QUICK |= {"a state whose step is a number of Python"}
+QUICK |= {"a state whose step is a number of Python", "jax.enable_x64 from the start"}
 
 
 def is_slow(topic: str, name: str) -> bool:
