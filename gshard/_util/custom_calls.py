@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from gshard._util.jaxpr import bind, evaluate, opened
 
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+_closed_over: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by jaxpr
 
 
 class CustomCall:
@@ -28,6 +30,7 @@ class CustomCall:
         self.results = [v.aval for v in eqn.outvars]
         # JAX has no derivative of a custom_vjp by what it closes over, which comes first.
         closed = eqn.params["num_consts"] if eqn.primitive.name == "custom_vjp_call" else 0
+        closed = max(closed, _closed_over.get(self._body(), 0))
         self.of_operands = [i for i, x in enumerate(self.operands) if i >= closed and _inexact(x)]
         self.of_results = [i for i, x in enumerate(self.results) if _inexact(x)]
 
@@ -48,6 +51,24 @@ class CustomCall:
     def vjp(self, *operands: Any) -> tuple[list[Any], Any]:
         """Returns results, and what transposes the derivative: a tree of residuals."""
         return jax.vjp(self.called(operands), *chosen(operands, self.of_operands))
+
+    def traced(self, trace: Callable[[], Any]) -> Any:
+        """Returns what `trace`, which calls `vjp` once, returns.
+
+        `jax.vmap` of a `jax.jit` of a custom_vjp loses how many operands it closes over: the first
+        are left out until JAX accepts the others. What was found is kept: after a failure JAX
+        takes the derivative of an equation once.
+        """
+        while True:
+            try:
+                return trace()
+            except Exception as error:  # it is not in jax.errors
+                if type(error).__name__ != "CustomVJPException" or not self.of_operands:
+                    raise
+                _closed_over[self._body()] = self.of_operands.pop(0) + 1
+
+    def _body(self) -> Any:
+        return opened(self.eqn.params["call_jaxpr"])[0]
 
     def transposed(self, function: Any, cotangents: Any) -> Any:
         """Calls such a function with the cotangents of the results that have a derivative."""
@@ -95,7 +116,7 @@ def rebuilt(eqn: Any, change: Callable[[Any], Any]) -> Callable[..., Any]:
         return function
 
     def with_residuals(*arrays: Any) -> Any:
-        found = changed(forward, call.operands)(arrays)
+        found = call.traced(lambda: changed(forward, call.operands))(arrays)
         return found[:n], found[n:]
 
     def backward(residuals: Any, cotangents: Any) -> Any:

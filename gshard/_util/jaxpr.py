@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Literal
@@ -79,6 +80,9 @@ def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> Sequence[Any]:
     # a pair up to JAX 0.11, later a dict
     found = eqn.primitive.get_bind_params({**eqn.params, **changes})
     functions, params = found if isinstance(found, tuple) else ((), found)
+    if eqn.primitive.name == "custom_vjp_call":
+        # Constants of a jaxpr may be NumPy arrays, and a backward pass of the user's may index one.
+        values = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in values]
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*functions, *values, **params)
     return out if eqn.primitive.multiple_results else [out]

@@ -26,6 +26,23 @@ def test_evaluate_lets_a_handler_replace_equations():
     assert evaluate(closed.jaxpr, closed.consts, [X], handler)[0].tolist() == [1, 11, 21]
 
 
+def test_a_backward_pass_of_the_users_may_index_a_constant():
+    """JAX gives it arrays of its own, which a traced index is allowed for."""
+
+    @jax.custom_vjp
+    def by_times(x, times):
+        return x * times.sum()
+
+    def backward(times, cotangent):
+        total = jax.lax.fori_loop(0, len(times), lambda i, c: c + times[i], 0.0)
+        return cotangent * total, jnp.zeros_like(times)
+
+    by_times.defvjp(lambda x, times: (by_times(x, times), times), backward)
+    closed = jax.make_jaxpr(lambda x: by_times(x, jnp.array([0.0, 0.5])))(X)
+    found = jax.grad(lambda x: evaluate(closed.jaxpr, closed.consts, [x])[0].sum())(X)
+    assert found.tolist() == [0.5, 0.5, 0.5]
+
+
 def inputs_of(jaxpr, values):
     """The inputs that each result is computed from."""
 

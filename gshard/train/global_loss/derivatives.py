@@ -73,7 +73,7 @@ def custom_vjp(given: Given) -> Decision:
         trees[:] = [tree]
         return [*out, *residuals]
 
-    fwd = _traced(evaluator, forward, *inputs_like(call.operands))
+    fwd = call.traced(lambda: _traced(evaluator, forward, *inputs_like(call.operands)))
     # Nothing differentiates the forward pass again, and it may call the function itself.
     fwd = jax.make_jaxpr(partial(_without_derivatives, fwd.jaxpr, fwd.consts))(
         *inputs_like(call.operands)

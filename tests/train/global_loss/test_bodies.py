@@ -191,6 +191,15 @@ def by_table(x):
 by_table.defvjp(lambda x: (x * TABLE, None), lambda _, c: (c * TABLE + c.mean(0),))
 
 
+@jax.custom_vjp
+def tabled(x):
+    """The same for one example, under `jax.vmap`."""
+    return x * TABLE
+
+
+tabled.defvjp(lambda x: (x * TABLE, None), lambda _, c: (c * TABLE,))
+
+
 def in_a_loop(xs, w):
     """Own derivatives inside a loop and rematerialization."""
     step = jax.checkpoint(lambda h, x: centered(product(h + x, w)[0], 1))
@@ -220,6 +229,14 @@ CASES = [
     # JAX's vmap, not shard_map, adds up cotangents of what no part has for itself: no partial sums
     Case("custom_vjp", product, [X, W], "0 R > 0 P", partial=False),
     Case("custom_vjp that closes over a table", by_table, [X], partial=False),
+    Case("custom_vjp under vmap of jit", jax.vmap(jax.jit(tabled)), [X], "0 > 0", partial=False),
+    Case(
+        "custom_vjp under vmap of checkpoint",
+        jax.vmap(jax.checkpoint(tabled)),
+        [X],
+        "0 > 0",
+        partial=False,
+    ),
     Case(
         "custom_vjp of integers",
         scaled,
