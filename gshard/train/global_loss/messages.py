@@ -64,13 +64,29 @@ def one_batch_error(evaluator: Evaluator, eqn: Any) -> GShardError:
                 "micro-batches: the sum of each would be rounded. Keep sums in float32, as "
                 "losses.astype(jnp.float32).mean() does, or pass micro_batches=1."
             )
+    if eqn is not None and eqn.primitive.name in ("debug_print", "debug_callback"):
+        return GShardError(
+            f"{place} is given a value of all examples, and the batch comes in {count} "
+            'micro-batches. Print it after the step, such as metrics["loss"] or an auxiliary '
+            "output, or pass micro_batches=1."
+        )
     return GShardError(
-        f"{place} needs all examples of the batch at once, and they come in {count} "
-        "micro-batches: a sum of losses over examples, or a quotient of such sums, does not. If it "
-        "is an auxiliary output or new state, return the sums and compute it after the step. "
-        "Otherwise pass micro_batches=1 (jax.checkpoint saves memory as well), or "
-        "loss_semantics='per_micro_batch', which computes it for the examples of one micro-batch "
-        "over all devices."
+        f"{place} needs all examples of the batch at once, and the batch comes in {count} "
+        "micro-batches. Sums over examples, and a loss that is a quotient of two such sums, work "
+        "with micro-batches. If the result is an auxiliary output or new state, return the sums "
+        "and compute it after the step; if it is one of each example alone, call the function "
+        "through gshard.by_examples. Otherwise pass micro_batches=1 (jax.checkpoint saves memory "
+        "as well), or loss_semantics='per_micro_batch', which computes it for the examples of one "
+        "micro-batch over all devices."
+    )
+
+
+def per_example_error(value: Any) -> GShardError:
+    """The error for an auxiliary output of each example, averaged over micro-batches."""
+    return GShardError(
+        f"an auxiliary output of shape {list(value.aval.shape)} has an entry for each example of a "
+        "micro-batch, and auxiliary outputs of micro-batches are averaged. Return sums over the "
+        "examples, or compute it by gshard.make_eval_step."
     )
 
 

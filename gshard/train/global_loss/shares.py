@@ -18,6 +18,7 @@ from gshard.sharding.group import Group
 from gshard.train.comm.examples import gather_examples
 from gshard.train.fsdp.trace_loss import trace_loss
 from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum
+from gshard.train.global_loss.messages import per_example_error
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
 from gshard.train.global_loss.transfers import Transfer
 from gshard.train.global_loss.value import Value
@@ -144,6 +145,8 @@ class GlobalBatch:
             weight = jax.lax.stop_gradient(float_of(evaluator, weight))
 
         def form(x: Any) -> Any:
+            if averaged and isinstance(x, Value) and x.placement.is_sharded:
+                raise per_example_error(x)
             return _form(evaluator, x, 1 if averaged else None, examples)
 
         def sums(x: Any) -> Any:

@@ -161,6 +161,13 @@ def test_what_cannot_be_is_refused_with_the_line():
 
     fails(rmse, " needs all examples.*per_micro_batch", micro_batches=2)
 
+    def printed(p: Any, b: Any) -> Any:
+        loss = losses(p, b).mean()
+        jax.debug.print("loss {}", loss)
+        return loss
+
+    fails(printed, " is given a value of all examples.*after the step", micro_batches=2)
+
     def pairs(p: Any, b: Any) -> Any:
         z = logits(p, b)
         return (z @ z.T).mean()
@@ -266,3 +273,11 @@ def test_means_communicate_no_more_than_per_device(kind):
     assert counts["global"].keys() <= counts["per_device"].keys()
     more = {k: v for k, v in counts["global"].items() if v > counts["per_device"][k]}
     assert counts["global"]["all-gather"] > 0 and not more, counts
+
+
+def test_outputs_of_single_examples_are_not_averaged_over_micro_batches():
+    state, plan = sharded("os_g", 4)
+    loss = lambda p, b: (losses(p, b).mean(), {"each": losses(p, b)})  # noqa: E731
+    options = {"micro_batches": 2, "loss_semantics": "per_micro_batch", "has_aux": True}
+    with pytest.raises(gshard.GShardError, match="an entry for each example.*make_eval_step"):
+        gshard.make_train_step(loss, plan, **options)(state, batch(0, 32))
