@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -156,13 +157,7 @@ def _own_example(given: Given, scattered: list[int]) -> Decision | None:
         return None
     if indices not in (REPLICATED, sharded(dim)):
         return None
-    size = given.shapes[1][dim] // given.partition.parts
-
-    def run(values: list[Any]) -> Sequence[Any]:
-        x, at = values
-        start = jnp.asarray(given.partition.index * size, at.dtype)
-        return bind(given.eqn, [x, at.at[..., column].add(-start)])
-
+    run = partial(_at_own_rows, given, column, given.shapes[1][dim] // given.partition.parts)
     return Decision([operand, sharded(dim)], [sharded(scattered[dim])], run=run)
 
 
@@ -182,7 +177,7 @@ def _in_window(given: Given) -> Decision | None:
 @rule("scatter_min", "scatter-min", "scatter_max", "scatter-max")
 def scatter(given: Given) -> Decision | None:
     """Each example into its own place; added ones also into places that they share."""
-    return _into_own(given) or _added(given)
+    return _into_own(given) or _into_own_row(given) or _added(given)
 
 
 def _into_own(given: Given) -> Decision | None:
@@ -211,6 +206,30 @@ def _into_own(given: Given) -> Decision | None:
         if all(have in (REPLICATED, want) for have, want in pairs):
             return Decision(wanted, wanted[:1])
     return None
+
+
+def _into_own_row(given: Given) -> Decision | None:
+    """`x.at[arange(examples), y]`: example i into row i."""
+    numbers, known = given.params["dimension_numbers"], given.positions[1]
+    scattered = [d for d in range(len(given.shapes[2])) if d not in numbers.update_window_dims]
+    if known is None or first_sharded(given.placements).outer != 1:
+        return None
+    for column, dim in known.columns:
+        row, count = numbers.scatter_dims_to_operand_dims[column], given.shapes[1][dim]
+        wanted = [sharded(row), sharded(dim), sharded(scattered[dim])]
+        pairs = zip(given.placements, wanted, strict=True)
+        if count == given.shapes[0][row] and all(x in (REPLICATED, want) for x, want in pairs):
+            size = count // given.partition.parts
+            run = partial(_at_own_rows, given, column, size)
+            return Decision(wanted, wanted[:1], run=run)
+    return None
+
+
+def _at_own_rows(given: Given, column: int, size: int, values: list[Any]) -> Sequence[Any]:
+    """Gathers or scatters at rows that are counted from the first of this device."""
+    x, at, *updates = values
+    start = jnp.asarray(given.partition.index * size, at.dtype)
+    return bind(given.eqn, [x, at.at[..., column].add(-start), *updates])
 
 
 def _added(given: Given) -> Decision | None:

@@ -165,6 +165,13 @@ def pad(given: Given) -> Decision | None:
     return Decision([place, REPLICATED], [place])
 
 
+@rule("tile")
+def tile(given: Given) -> Decision | None:
+    """Along other dimensions."""
+    place = given.placements[0]
+    return given.all(place) if given.params["reps"][place.dim] == 1 else None
+
+
 @rule(*_ALONG)
 def along_one_dimension(given: Given) -> Decision | None:
     """Entries mix along one dimension, or several, which must be others."""

@@ -23,6 +23,15 @@ def per_example(kind):
     return lambda x, at, y: jax.vmap(lambda x, i, y: getattr(x.at[i], kind)(y))(x, at, y)
 
 
+def into_own_rows(x, at, y):
+    rows = jnp.arange(12)
+    return (
+        x.at[rows, at].add(y),
+        x.at[rows, at].set(y),
+        x.T.at[at, rows].multiply(y, unique_indices=True).T,
+    )
+
+
 def whole_window(x, at, y):
     return [x.at[:, at].set(y), x.at[:, at].multiply(y), x.at[:, at].add(y)]
 
@@ -181,6 +190,22 @@ CASES = [
         per_example("add"),
         [X, COLUMNS, numbers(12)],
         "0 0 0 > 0; R 0 R > 0",
+    ),
+    Case(
+        "scatter: into own rows",
+        into_own_rows,
+        [X, COLUMNS, numbers(12)],
+        "0 0 0 > 0 0 0; 0 0 R > 0 0 0; R 0 0 > 0 0 0",
+    ),
+    Case(
+        "scatter: into the first rows",
+        lambda x, at, y: x.at[jnp.arange(12), at].set(y),
+        [numbers(15, 5), COLUMNS, numbers(12)],
+    ),
+    Case(
+        "scatter: into rows in another order",
+        lambda x, at, y: x.at[jnp.arange(12)[::-1], at].set(y),
+        [X, COLUMNS, numbers(12)],
     ),
     Case(
         "scatter: whole in a window",

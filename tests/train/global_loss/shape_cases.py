@@ -107,6 +107,8 @@ CASES = [
     Case("stack", lambda x, y: jnp.stack([x, y]), [X, Y], "0 0 > 1; R 0.2 > 1.2; P R > P"),
     Case("stack after", lambda x, y: jnp.stack([x, y], 1), [X, Y], "0 0 > 0; 0.2 R > 0.2"),
     Case("pad", lambda x: lax.pad(x, 0.5, ((0, 0, 0), (1, 2, 1))), [X], "0 > 0; 0.2 > 0.2"),
+    Case("tile", lambda x: [jnp.tile(x, (1, 3)), jnp.tile(x, (2, 1, 1))], [X], "0 > 0 1"),
+    Case("tile examples", lambda x: jnp.tile(x, (2, 1)), [X]),
     Case("pad examples", lambda x: lax.pad(x, 0.5, ((0, 6, 0), (0, 0, 0))), [X]),
     Case(
         "pad with an operand",
