@@ -57,7 +57,8 @@ class Checkpointer:
       keep_best: also keep this many steps with the best `metric`. If none of these three is given,
         all steps are kept.
       metric: the key of `metadata` that `keep_best` compares.
-      mode: whether the lowest (`"min"`) or the highest (`"max"`) metric is best.
+      mode: whether the lowest (`"min"`) or the highest (`"max"`) metric is best. A metric whose
+        name contains "loss" is best where it is lowest; for others `keep_best` needs it.
       asynchronous: True lets `save` return when the arrays are copied to the host; the next `save`,
         `wait`, `restore`, `delete` or `close` waits until they are written. False lets `save` wait.
       writes: True locks the directory at once, so that a second job is refused before it trains;
@@ -95,7 +96,7 @@ class Checkpointer:
         keep_every: int | None = None,
         keep_best: int | None = None,
         metric: str = "loss",
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         asynchronous: bool = True,
         writes: bool | None = None,
         on_failure: Literal["raise", "warn"] = "raise",

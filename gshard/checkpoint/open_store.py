@@ -69,8 +69,8 @@ def open_step_or_store(address: Any) -> tuple[Store, int | None]:
         above = open_store(head)
         if int(name) in above.steps():
             return above, int(name)
-    store = open_store(address)
-    if isinstance(store, Disk) and STEP.fullmatch(store.directory.name):
-        if (store.directory / MANIFEST).exists():
-            return Disk(store.directory.parent), int(store.directory.name)
-    return store, None
+    where, in_store = resolve(address, "directory")
+    if not in_store and STEP.fullmatch((folder := as_directory(where)).name):
+        if any((folder / file).exists() for file in (MANIFEST, DESCRIPTION)):
+            return Disk(folder.parent), int(folder.name)
+    return open_store(address), None

@@ -22,7 +22,7 @@ class RetentionPolicy:
     every: int | None = None
     best: int | None = None
     metric: str = "loss"
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("last", "every", "best"):
@@ -31,7 +31,12 @@ class RetentionPolicy:
                 check_integer(f"keep_{name}", value, 1, " of steps (None: no such rule)")
         if not isinstance(self.metric, str) or not self.metric:
             raise GShardError(f"metric={shown(self.metric)} must be a key of metadata.")
-        if self.mode not in ("min", "max"):
+        if self.best and self.mode is None and "loss" not in self.metric.lower():
+            raise GShardError(
+                f"keep_best={self.best} compares metric={self.metric!r}. Say which is best: "
+                "mode='max' for the highest, mode='min' for the lowest."
+            )
+        if self.mode not in ("min", "max", None):
             raise GShardError(f"mode={shown(self.mode)} must be 'min' or 'max'.")
 
     @property
@@ -47,7 +52,7 @@ class RetentionPolicy:
         kept = set(steps[-(self.last or 1) :])
         kept |= {step for step in steps if self.every and step % self.every == 0}
         known: dict[int, Any] = {step: metadata[step].get(self.metric) for step in steps}
-        sign = 1 if self.mode == "min" else -1
+        sign = -1 if self.mode == "max" else 1
         ranked = sorted((sign * x, -s) for s, x in known.items() if _is_number(x) and x == x)
         kept |= {-step for _, step in ranked[: self.best or 0]}
         return [step for step in steps if step not in kept]

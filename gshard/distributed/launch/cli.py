@@ -37,6 +37,9 @@ exit code:
   stop (SIGTERM, SIGUSR1) and all processes did so in order; 130 after Ctrl-C
 """
 
+# Options that scripts rarely have themselves.
+_OF_JOBS = {"--nproc_per_node", "--nnodes", "--virtual_devices", "--master", "--max_restarts"}
+
 
 def main(words: list[str]) -> int:
     """Runs a command line; returns the exit code."""
@@ -51,7 +54,18 @@ def main(words: list[str]) -> int:
         return 2
 
 
+def say_misplaced(asked: Request) -> None:
+    """Says which options of the launcher the script is given, as words after its name are."""
+    given = {word.partition("=")[0] for word in asked.arguments}
+    if misplaced := sorted(given & _OF_JOBS):
+        say(
+            f"gshard: after {asked.script}, {' and '.join(misplaced)} goes to the script. "
+            "Options of gshard launch come before the script's name."
+        )
+
+
 def _run(asked: Request, signals: list[int]) -> int:
+    say_misplaced(asked)
     if asked.elastic is not None and isinstance(asked.master, Address):
         return run_elastic(asked, asked.master, signals)
     began, count, restarts = time.monotonic(), 0, Restarts(asked.max_restarts)

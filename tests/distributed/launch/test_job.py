@@ -19,7 +19,7 @@ import gshard
 from gshard.cli.main import main
 from gshard.distributed.exit import STOP_SIGNALS
 from gshard.distributed.launch import output
-from gshard.distributed.launch.cli import request
+from gshard.distributed.launch.cli import request, say_misplaced
 from gshard.distributed.launch.event_log import EventLog, Status
 from gshard.distributed.launch.exit_status import (
     End,
@@ -408,6 +408,14 @@ def test_bad_input_is_refused_in_words(case, monkeypatch, capsys):
     found = capsys.readouterr().err
     assert found.startswith("error: ")
     assert said in found
+
+
+def test_options_after_the_script_are_named(capsys):
+    say_misplaced(request([SCRIPT, "--log_dir", "x"]))
+    assert not capsys.readouterr().err
+    say_misplaced(request([SCRIPT, "--nproc_per_node=2", "--nnodes", "3"]))
+    said = capsys.readouterr().err
+    assert f"after {SCRIPT}, --nnodes and --nproc_per_node goes to the script" in said
 
 
 def test_an_unknown_command_is_named(capsys):

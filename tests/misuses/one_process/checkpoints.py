@@ -237,6 +237,9 @@ ROWS = {
     "keep_best without the metric": refused(
         lambda path: saver(path, keep_best=2).save(1, kept()[0]), "'loss'", "metadata"
     ),
+    "keep_best of an accuracy without mode": refused(
+        lambda path: saver(path, keep_best=1, metric="accuracy"), "'accuracy'", "mode='max'"
+    ),
     "keep_best with a metric that is NaN": right(nan_is_not_best),
     "keep_last=0": refused(lambda path: saver(path, keep_last=0), "keep_last=0"),
     "keep_last=2.5": refused(lambda path: saver(path, keep_last=2.5), "keep_last=2.5"),
