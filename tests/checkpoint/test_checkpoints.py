@@ -394,7 +394,7 @@ def test_metadata_is_json_and_scalar_arrays_are_numbers(tmp_path):
         (dict(best=2), [2, 4, 6]),
         (dict(best=2, mode="max"), [1, 5, 6]),
         (dict(last=2, best=1), [4, 5, 6]),
-        (dict(best=1, metric="accuracy"), [6]),
+        (dict(best=1, metric="accuracy", mode="max"), [6]),
     ],
 )
 def test_which_steps_stay(rules, kept):

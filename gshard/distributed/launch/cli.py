@@ -59,7 +59,7 @@ def say_misplaced(asked: Request) -> None:
     given = {word.partition("=")[0] for word in asked.arguments}
     if misplaced := sorted(given & _OF_JOBS):
         say(
-            f"gshard: after {asked.script}, {' and '.join(misplaced)} goes to the script. "
+            f"gshard: words after {asked.script} go to the script: {' and '.join(misplaced)}. "
             "Options of gshard launch come before the script's name."
         )
 

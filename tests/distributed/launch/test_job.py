@@ -415,7 +415,7 @@ def test_options_after_the_script_are_named(capsys):
     assert not capsys.readouterr().err
     say_misplaced(request([SCRIPT, "--nproc_per_node=2", "--nnodes", "3"]))
     said = capsys.readouterr().err
-    assert f"after {SCRIPT}, --nnodes and --nproc_per_node goes to the script" in said
+    assert f"words after {SCRIPT} go to the script: --nnodes and --nproc_per_node." in said
 
 
 def test_an_unknown_command_is_named(capsys):
