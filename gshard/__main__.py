@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from gshard.cli.main import main
+from gshard.cli.main import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+from contextlib import suppress
+from typing import NoReturn
 
 from gshard._util.errors import did_you_mean
 from gshard._util.version import __version__
 
 YES, NO_ANSWER = 0, 2  # exit codes, as in `common`
+_INTERRUPTED = 130
 
 COMMANDS = {
     "advise": "which level, mesh and micro-batches fit a machine, fastest first",
@@ -20,6 +24,22 @@ COMMANDS = {
     "plan": "what every level stores and communicates, before anything runs",
     "verify": "compare checkpoints with their checksums",
 }
+
+
+def run() -> NoReturn:
+    """Runs the command line of this process, and ends it with the exit code."""
+    try:
+        code = main()
+    except KeyboardInterrupt:  # while modules are imported
+        code = _INTERRUPTED
+    if code == _INTERRUPTED:
+        # A compilation that was interrupted goes on in threads of XLA, and what Python frees at its
+        # end is still used there.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(words: list[str] | None = None) -> int:

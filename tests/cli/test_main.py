@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 import venv
 from pathlib import Path
@@ -144,3 +146,16 @@ def test_a_wheel_plans_a_shipped_model_in_an_empty_folder(tmp_path):
     )  # fmt: skip
     assert ended.returncode in (0, 1), ended.stderr
     assert json.loads(ended.stdout)["levels"].keys() >= {"os", "p_g_os"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [2.0, 2.5, 3.0])
+def test_ctrl_c_ends_a_command_whatever_it_does(seconds):
+    """Also while XLA compiles: what it uses is freed at the end of Python."""
+    command = [sys.executable, "-m", "gshard", "audit", "gpt2-smallest", "--devices", "4"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode in (130, 0), said
+    assert "Traceback" not in said
