@@ -170,15 +170,19 @@ class Nnx(Kind):
             if given != kept:
                 raise GShardError(
                     "the loss adds or removes Variables of the model: "
-                    f"{some(sorted(given ^ kept))}. Make them before shard_train_state."
+                    f"{some(sorted(given ^ kept))}. Make them before shard_train_state; take "
+                    "what sow has left out of the model within the loss, by nnx.pop(model, "
+                    "nnx.Intermediate)."
                 )
             changed = _changed(
                 (params, non_trainable), (params_after, after), lambda *given: run(*given)[1]
             )
             if written := [path for path in changed if path not in after]:
                 warn(
-                    f"the loss writes into the parameters {some(written)}; what it writes is used "
-                    "for this loss and not kept."
+                    f"the loss writes into the parameters {some(written)}, as nnx.SpectralNorm "
+                    "and nnx.WeightNorm do. What it writes is used for this loss and then dropped, "
+                    "where one device would keep it: training differs. Assign the new values to a "
+                    "Variable of another type, or compute with a new array."
                 )
             return out, {path: after[path] for path in changed if path in after}
 
