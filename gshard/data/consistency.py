@@ -92,11 +92,17 @@ def compare_batches(
     _agreed[plan] = (form, 0 if has_data else max(0, comparisons - 1))
 
 
-def compare_loaders(state: Mapping[str, int], example: Sequence[str], plan: Plan) -> None:
-    """Compares the arguments, data and position of this process's loader with the others'."""
+def compare_loaders(
+    state: Mapping[str, int], example: Sequence[str], sample: int, plan: Plan
+) -> None:
+    """Compares the arguments, data and position of this process's loader with the others'.
+
+    `sample` is a checksum of some examples, or 0 if they are random.
+    """
     change = "a for over a DataLoader begins on this process"
     description = "\n".join(example)
-    own = json.dumps({**state, "example": zlib.crc32(description.encode())})
+    facts = {"example": zlib.crc32(description.encode()), "sample": sample}
+    own = json.dumps({**state, **facts})
     texts = check_same_call(exchange_texts(f"loader\n{own}", plan, change), "loader")
     found = {rank: json.loads(text) for rank, text in texts.items()}
     differing = [n for n in [*state, "example"] if len({x[n] for x in found.values()}) > 1]
@@ -115,6 +121,13 @@ def compare_loaders(state: Mapping[str, int], example: Sequence[str], plan: Plan
             f"the processes' DataLoaders differ in {given}. Each reads its own examples of one "
             "order: make all of them with the same arguments and the same data (checksum is of its "
             "first and last example), and load the same state on all (epoch, position)."
+        )
+    samples = {x["sample"] for x in found.values()}
+    if len(samples) > 1 and 0 not in samples:
+        warn(
+            "the processes' datasets have another first or last example. Every process reads its "
+            "own part of one dataset, by the indices that DataLoader chooses: give all of them the "
+            "full dataset, not the part of this process, or examples are left out."
         )
 
 

@@ -207,7 +207,7 @@ class DataLoader:
         self._epoch, self._position = self._next()  # after a `break` at the last batch
         if self._plan.mesh.is_multi_process:
             form = [*self._source.form, f"pad_last={self._pads}"]
-            compare_loaders(self.state_dict(), form, self._plan)
+            compare_loaders(self.state_dict(), form, self._source.sample, self._plan)
             compare_losses(self._plan)
         return self._iterate(self._iteration)
 

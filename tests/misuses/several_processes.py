@@ -61,6 +61,20 @@ def loader(rank: int, data: Any = None, size: int = 16, **options: Any) -> Any:
     return list(gshard.DataLoader(data, size, small.kept()[1], **options))
 
 
+class Examples:
+    """A dataset as PyTorch's: what a process gets from it is its own."""
+
+    def __init__(self, rank: int, random: bool = False):
+        self._rank, self._random = rank, np.random.default_rng(rank) if random else None
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, i: int) -> Any:
+        drawn = 0.0 if self._random is None else self._random.random()
+        return {"x": np.float32(2 * i + self._rank + drawn)}
+
+
 def moved_on(rank: int) -> Any:
     from tests.misuses import small
 
@@ -409,6 +423,10 @@ ROWS: dict[str, Row] = {
     ),
     "another order of the loader": refused(lambda r: loader(r, shuffle=bool(r)), "shuffle"),
     "other data": refused(lambda r: loader(r, {"x": np.arange(32.0) + r}), "checksum"),
+    "a dataset of the process's own examples": warned(
+        lambda r: loader(r, Examples(r)), "datasets have another first or last example"
+    ),
+    "a dataset of random examples": right(lambda r: (len(loader(r, Examples(r, random=True))), 2)),
     "data of another length": refused(lambda r: loader(r, {"x": np.zeros(32 + 16 * r)}), "length"),
     "data of another form": refused(lambda r: loader(r, {"x": np.zeros((32, 1 + r))}), "example"),
     "another position of the loader": refused(moved_on, "position"),
