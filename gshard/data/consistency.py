@@ -125,9 +125,9 @@ def compare_loaders(
     samples = {x["sample"] for x in found.values()}
     if len(samples) > 1 and 0 not in samples:
         warn(
-            "the processes' datasets have another first or last example. Every process reads its "
-            "own part of one dataset, by the indices that DataLoader chooses: give all of them the "
-            "full dataset, not the part of this process, or examples are left out."
+            "the first or the last example of the dataset differs between the processes. "
+            "DataLoader chooses by index which examples each process reads: give all of them the "
+            "full dataset. With a part on each, examples are left out."
         )
 
 

@@ -424,7 +424,9 @@ ROWS: dict[str, Row] = {
     "another order of the loader": refused(lambda r: loader(r, shuffle=bool(r)), "shuffle"),
     "other data": refused(lambda r: loader(r, {"x": np.arange(32.0) + r}), "checksum"),
     "a dataset of the process's own examples": warned(
-        lambda r: loader(r, Examples(r)), "datasets have another first or last example"
+        lambda r: loader(r, Examples(r)),
+        "of the dataset differs between the processes",
+        "full dataset",
     ),
     "a dataset of random examples": right(lambda r: (len(loader(r, Examples(r, random=True))), 2)),
     "data of another length": refused(lambda r: loader(r, {"x": np.zeros(32 + 16 * r)}), "length"),
