@@ -127,8 +127,8 @@ def chosen_gpus(argument: str, devices: str | Sequence[int | str] | None) -> lis
         if name not in visible:
             have = f"This process sees {', '.join(visible) or 'no GPU'}."
             raise GShardError(
-                f"{given}: {name or 'an empty name'} is no visible device. {have} For virtual CPU "
-                "devices say how many each process has instead."
+                f"{given}: {name or 'an empty name'} is no visible device. {have} For CPU devices "
+                f"give {argument.replace('devices', 'virtual_devices')} a number instead."
             )
     if not found or len(set(found)) < len(found):
         raise GShardError(f"{given}: name at least one device, each once.")
