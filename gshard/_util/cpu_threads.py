@@ -10,11 +10,18 @@ from __future__ import annotations
 
 import os
 
+_VARIABLE = "PJRT_NPROC"
+
 
 def thread_variables(devices: int) -> dict[str, str]:
     """Returns the environment variables with which JAX starts threads for so many CPU devices.
 
     Two for each device are enough for functions that users compile themselves, whose calls cannot
-    be limited. More threads make matrix products slower.
+    be limited. More threads make matrix products slower; where the environment asks for more, they
+    stay.
     """
-    return {"PJRT_NPROC": str(max(os.cpu_count() or 1, 2 * devices))} if devices > 1 else {}
+    if devices == 1:
+        return {}
+    asked = os.environ.get(_VARIABLE, "")
+    least = max(os.cpu_count() or 1, 2 * devices)
+    return {_VARIABLE: str(max(least, int(asked) if asked.isdecimal() else 0))}

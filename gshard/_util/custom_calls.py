@@ -56,8 +56,8 @@ class CustomCall:
         """Returns what `trace`, which calls `vjp` once, returns.
 
         `jax.vmap` of a `jax.jit` of a custom_vjp loses how many operands it closes over: the first
-        are left out until JAX accepts the others. What was found is kept: after a failure JAX
-        takes the derivative of an equation once.
+        are left out until JAX accepts the others. Their number is kept for the next call of this
+        equation, in which JAX would fail after such an attempt.
         """
         while True:
             try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
@@ -53,10 +54,7 @@ class MissingAttributeError(GShardError, AttributeError):
 
 
 class MissingNameError(GShardError, ImportError):
-    """Raised for a name of Paddle or PyTorch that a module lacks; says what to use instead.
-
-    It is an `ImportError` since `from module import name` hides the text of an `AttributeError`.
-    """
+    """Raised for the import of a PyTorch or Paddle name that a gshard module does not have."""
 
 
 class CallOrderError(GShardError, RuntimeError):
@@ -106,9 +104,12 @@ def refuse_names(module: str, instead: Mapping[str, str]) -> Callable[[str], NoR
     """Returns the `__getattr__` of a module; `instead` says what to use for names it lacks."""
 
     def look_up(name: str) -> NoReturn:
-        if name in instead:
-            raise MissingNameError(f"{module} has no {name}. {instead[name]}")
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        if name not in instead:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        # `from module import name` hides the text of an AttributeError, and hasattr needs one.
+        imports = sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
+        error = MissingNameError if imports else MissingAttributeError
+        raise error(f"{module} has no {name}. {instead[name]}")
 
     return look_up
 

@@ -58,7 +58,7 @@ class Checkpointer:
         all steps are kept.
       metric: the key of `metadata` that `keep_best` compares.
       mode: whether the lowest (`"min"`) or the highest (`"max"`) metric is best. A metric whose
-        name contains "loss" is best where it is lowest; for others `keep_best` needs it.
+        name contains "loss" is best where it is lowest; with any other, `keep_best` requires it.
       asynchronous: True lets `save` return when the arrays are copied to the host; the next `save`,
         `wait`, `restore`, `delete` or `close` waits until they are written. False lets `save` wait.
       writes: True locks the directory at once, so that a second job is refused before it trains;

@@ -97,7 +97,7 @@ def compare_loaders(
 ) -> None:
     """Compares the arguments, data and position of this process's loader with the others'.
 
-    `sample` is a checksum of some examples, or 0 if they are random.
+    `sample` is a checksum of the first and the last example, or 0 if they change from read to read.
     """
     change = "a for over a DataLoader begins on this process"
     description = "\n".join(example)
@@ -127,7 +127,8 @@ def compare_loaders(
         warn(
             "the first or the last example of the dataset differs between the processes. "
             "DataLoader chooses by index which examples each process reads: give all of them the "
-            "full dataset. With a part on each, examples are left out."
+            "full dataset. With a part on each, examples are left out. (Ignore this where examples "
+            "are drawn at random.)"
         )
 
 

@@ -38,7 +38,7 @@ INSTEAD = {  # of the names in PyTorch's and Paddle's modules
     "get_world_size": "Call gshard.distributed.process_count(), or jax.device_count() for devices.",
     "init_parallel_env": "Call gshard.distributed.initialize().",
     "init_process_group": "Call gshard.distributed.initialize().",
-    "is_initialized": "Call gshard.distributed.process_count(): it is 1 outside a job.",
+    "is_initialized": "In a job of several processes process_count() is more than 1.",
 }
 if not TYPE_CHECKING:  # so that type checkers report misspelt names
     __getattr__ = refuse_names(__name__, INSTEAD)

@@ -147,8 +147,7 @@ def device_shares(
         count = check_integer(f"{prefix}virtual_devices", virtual_devices, 1)
         flags = _FORCED.sub("", os.environ.get("XLA_FLAGS", "")).strip()
         cpu = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count), "XLA_FLAGS": flags}
-        cpu |= {k: os.environ.get(k, v) for k, v in thread_variables(count).items()}
-        return [cpu] * processes
+        return [cpu | thread_variables(count)] * processes
     gpus = visible_gpus() if devices is None else devices
     if devices is None and not gpus:
         return [{} for _ in range(processes)]

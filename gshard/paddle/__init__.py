@@ -42,10 +42,10 @@ __all__ = [
 ]
 
 _LEVEL = "Call group_sharded_parallel(model, optimizer, {!r})."
-_CLIP = "Make the optimizer optax.chain(optax.{}, ...)."
+_CLIP, _BY_NORM = "Make the optimizer optax.chain(optax.{}, ...).", "clip_by_global_norm(clip_norm)"
 _INSTEAD = INSTEAD | {
-    "ClipGradByGlobalNorm": _CLIP.format("clip_by_global_norm(clip_norm)"),
-    "ClipGradByNorm": _CLIP.format("clip_by_block_rms(threshold)"),
+    "ClipGradByGlobalNorm": _CLIP.format(_BY_NORM),
+    "ClipGradByNorm": "optax clips no array by its own norm. " + _CLIP.format(_BY_NORM),
     "ClipGradByValue": _CLIP.format("clip(max)"),
     "DataLoader": "Use gshard.DataLoader.",
     "DistributedBatchSampler": "gshard.DataLoader gives each process its own examples.",

@@ -29,11 +29,26 @@ class Snapshot(dict[str, Any]):
     """The fields of one parameter's state, which cannot be set: training would not see it."""
 
     def __setitem__(self, name: str, value: Any) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ArgumentTypeError(
-            "opt.state is a snapshot: what is set in it does not reach the optimizer. Change a "
-            "state = opt.state_dict(), whose state['state'][i] is that of optax, and give it to "
-            "opt.load_state_dict(state)."
+            "opt.state is a snapshot: what is set in it does not reach the optimizer. Take "
+            "state = opt.state_dict(), change state['state'][i], the optax state of group i, and "
+            "call opt.load_state_dict(state)."
         )
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # copies are plain
+
+
+for _name in ("__delitem__", "__ior__", "clear", "pop", "popitem", "setdefault", "update"):
+    setattr(Snapshot, _name, Snapshot._refuse)
+jax.tree_util.register_pytree_node(
+    Snapshot,
+    lambda fields: (list(fields.values()), tuple(fields)),
+    lambda names, values: Snapshot(zip(names, values, strict=True)),
+)
 
 
 class ParamStates(Mapping[Any, Mapping[str, Any]]):

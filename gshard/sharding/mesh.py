@@ -207,8 +207,7 @@ def virtual_devices(count: int) -> None:
         r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
     )
     try:
-        for name, value in thread_variables(count).items():
-            os.environ.setdefault(name, value)
+        os.environ.update(thread_variables(count))
         if not forced:
             jax.config.update("jax_num_cpu_devices", count)
             return

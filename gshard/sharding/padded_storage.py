@@ -2,7 +2,7 @@
 
 What gshard passes to a loss has its logical shape. An array of a sharded state that the loss closes
 over comes as it is stored, with the zeros of `indivisible="pad"` at its end: a maximum, a mean or
-an argmax over them differs from one device. So does an NNX model that is called itself.
+an argmax over them differs from one device. So does calling an NNX model directly.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def warn_of_padded_model(plan: Plan) -> None:
     padded = [x.path for x in jax.tree.leaves((plan.params, plan.non_trainable)) if x.padding]
     if padded and "model" in plan.kind.arguments:
         warn(
-            f"the model holds {some(padded, 3)} as stored, with zeros at the end, since their "
-            "dimensions do not divide by the devices. gshard's steps remove them, but model(x) "
-            "computes with them, and its outputs may have further columns. Evaluate with "
-            "gshard.make_eval_step, or call the model of plan.unwrap((model, optimizer)). "
+            f"the model holds {some(padded, 3)} padded with zeros, since their dimensions do not "
+            "divide by the devices. gshard's steps remove the padding, but model(x) computes with "
+            "it: it may fail, or return extra columns. Evaluate with gshard.make_eval_step, or "
+            "call the model of plan.unwrap((model, optimizer)). "
             'indivisible="replicate" stores such arrays replicated, without padding.'
         )
 

@@ -226,7 +226,7 @@ def shard_train_state(
     )
     advice = "Lower min_shard_size= of shard_train_state, or shard them with rules=."
     sharded, plan = shard_and_advise(state, mesh, level, options, advice)
-    if isinstance(mesh, Mesh):
+    if isinstance(mesh, Mesh) and isinstance(jax.tree.leaves(sharded)[0], jax.Array):
         warn_of_padded_model(plan)
     return sharded, plan
 

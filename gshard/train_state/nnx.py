@@ -170,9 +170,8 @@ class Nnx(Kind):
             if given != kept:
                 raise GShardError(
                     "the loss adds or removes Variables of the model: "
-                    f"{some(sorted(given ^ kept))}. Make them before shard_train_state; take "
-                    "what sow has left out of the model within the loss, by nnx.pop(model, "
-                    "nnx.Intermediate)."
+                    f"{some(sorted(given ^ kept))}. Make them before shard_train_state, or remove "
+                    "what sow stored, inside the loss: nnx.pop(model, nnx.Intermediate)."
                 )
             changed = _changed(
                 (params, non_trainable), (params_after, after), lambda *given: run(*given)[1]
@@ -181,8 +180,8 @@ class Nnx(Kind):
                 warn(
                     f"the loss writes into the parameters {some(written)}, as nnx.SpectralNorm "
                     "and nnx.WeightNorm do. What it writes is used for this loss and then dropped, "
-                    "where one device would keep it: training differs. Assign the new values to a "
-                    "Variable of another type, or compute with a new array."
+                    "where one device would keep it, so training differs from that on one device. "
+                    "Assign the new values to a Variable of another type, or use a new array."
                 )
             return out, {path: after[path] for path in changed if path in after}
 

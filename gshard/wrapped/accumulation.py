@@ -209,7 +209,7 @@ class Accumulation:
 
     def _refuse_other_shapes(self) -> None:
         """Raises a `GShardError` if parameters were replaced by full ones, without the padding."""
-        pairs = zip(self.model.parameters(), jax.tree.leaves(self.plan.params), strict=True)
+        pairs = zip(self.model.parameters(), jax.tree.leaves(self.plan.params), strict=False)
         wrong = [
             f"{y.path} is {list(x.shape)}, stored as {list(y.stored_shape)}"
             for x, y in pairs

@@ -195,7 +195,7 @@ def _added(pending: Pending, own: LocalGradients) -> LocalGradients:
 
 
 def _sum(grads: Grads, new: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
-    """Adds gradients; one that the user has set to None, or a part, is that of `new` alone."""
+    """Adds gradients; where the user set one, or those of a part, to None, `new` alone counts."""
 
     def add(ours: Any, theirs: Any) -> Any:
         return theirs if ours is None else jax.tree.map(jnp.add, ours, theirs)

@@ -84,10 +84,10 @@ class Wrapped(Keeping):
         "buffers": "model.state_dict() has parameters and buffers by name.",
         "named_buffers": "model.state_dict() has parameters and buffers by name.",
         "named_parameters": "Call model.parameters(), or model.state_dict() for arrays by name.",
-        "named_modules": "Call model.iter_modules(), which NNX has.",
-        "modules": "Call model.iter_modules(), which NNX has.",
-        "requires_grad_": 'Set model.grads["head"] = None before a step that leaves "head" alone.',
-        "register_comm_hook": "bucket_cap_mb= and no_sync() say how gradients are sent.",
+        "named_modules": "Call nnx.iter_modules(model).",
+        "modules": "Call nnx.iter_modules(model).",
+        "requires_grad_": 'To freeze "head" for a step, set model.grads["head"] = None before it.',
+        "register_comm_hook": "bucket_cap_mb= and no_sync() say how and when gradients are sent.",
     }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

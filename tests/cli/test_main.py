@@ -150,7 +150,7 @@ def test_a_wheel_plans_a_shipped_model_in_an_empty_folder(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [2.0, 2.5, 3.0])
-def test_ctrl_c_ends_a_command_whatever_it_does(seconds):
+def test_ctrl_c_ends_a_command_while_xla_compiles(seconds):
     """Also while XLA compiles: what it uses is freed at the end of Python."""
     command = [sys.executable, "-m", "gshard", "audit", "gpt2-smallest", "--devices", "4"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

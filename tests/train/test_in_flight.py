@@ -9,7 +9,6 @@ from tests.processes import run_together
 SCRIPT = """
 import sys
 import gshard
-gshard.virtual_devices(5)
 import jax, jax.numpy as jnp, numpy as np, optax
 
 shapes = {"stack": (4, 10, 10), "other": (4, 10, 10), "a": (10, 7), "b": (10, 7)}
@@ -67,8 +66,8 @@ SOON = {"XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=5"}
 @pytest.mark.parametrize("what", ["evaluation", "train"])
 def test_calls_that_nothing_waits_for_end(what, tmp_path):
     (script := tmp_path / "calls.py").write_text(SCRIPT)
-    few = {"PJRT_NPROC": "5"}  # threads, as without virtual_devices
-    (ended,) = run_together(tmp_path, [[str(script), what]], [SOON | few], limit=200)
+    few = {"XLA_FLAGS": f"{SOON['XLA_FLAGS']} --xla_force_host_platform_device_count=5"}  # threads
+    (ended,) = run_together(tmp_path, [[str(script), what]], [few], limit=200)
     assert ended.code == 0 and "ended" in ended.said, ended.said[-2000:]
 
 

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import time
+from itertools import takewhile
 from pathlib import Path
 
 from gshard._util.errors import GShardError, did_you_mean
@@ -56,11 +57,12 @@ def main(words: list[str]) -> int:
 
 def say_misplaced(asked: Request) -> None:
     """Says which options of the launcher the script is given, as words after its name are."""
-    given = {word.partition("=")[0] for word in asked.arguments}
+    before = takewhile(lambda word: word != "--", asked.arguments)
+    given = {word.partition("=")[0] for word in before}
     if misplaced := sorted(given & _OF_JOBS):
         say(
-            f"gshard: words after {asked.script} go to the script: {' and '.join(misplaced)}. "
-            "Options of gshard launch come before the script's name."
+            f"gshard: what comes after {asked.script} is given to the script: "
+            f"{' and '.join(misplaced)}. Options of gshard launch come before the script's name."
         )
 
 

@@ -216,6 +216,8 @@ def _into_own_row(given: Given) -> Decision | None:
         return None
     for column, dim in known.columns:
         row, count = numbers.scatter_dims_to_operand_dims[column], given.shapes[1][dim]
+        if row not in numbers.inserted_window_dims:  # a window may be of several rows
+            continue
         wanted = [sharded(row), sharded(dim), sharded(scattered[dim])]
         pairs = zip(given.placements, wanted, strict=True)
         if count == given.shapes[0][row] and all(x in (REPLICATED, want) for x, want in pairs):

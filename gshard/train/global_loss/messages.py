@@ -74,10 +74,10 @@ def one_batch_error(evaluator: Evaluator, eqn: Any) -> GShardError:
         f"{place} needs all examples of the batch at once, and the batch comes in {count} "
         "micro-batches. Sums over examples, and a loss that is a quotient of two such sums, work "
         "with micro-batches. If the result is an auxiliary output or new state, return the sums "
-        "and compute it after the step; if it is one of each example alone, call the function "
-        "through gshard.by_examples. Otherwise pass micro_batches=1 (jax.checkpoint saves memory "
-        "as well), or loss_semantics='per_micro_batch', which computes it for the examples of one "
-        "micro-batch over all devices."
+        "and compute it after the step. If each entry depends on one example only, wrap the "
+        "function in gshard.by_examples. Otherwise pass micro_batches=1 (jax.checkpoint saves "
+        "memory as well), or loss_semantics='per_micro_batch', which computes it for the examples "
+        "of one micro-batch over all devices."
     )
 
 
@@ -86,7 +86,7 @@ def per_example_error(value: Any) -> GShardError:
     return GShardError(
         f"an auxiliary output of shape {list(value.aval.shape)} has an entry for each example of a "
         "micro-batch, and auxiliary outputs of micro-batches are averaged. Return sums over the "
-        "examples, or compute it by gshard.make_eval_step."
+        "examples, or compute it with gshard.make_eval_step."
     )
 
 

@@ -26,7 +26,7 @@ def linear(given: Given) -> Decision | None:
 
 @partial_rule("convert_element_type")
 def convert(given: Given) -> Decision | None:
-    """To a float of 32 bits or as wide: another rounds every part. Integers may not wrap.
+    """To a float of at least 32 bits, or no narrower than before. Integers may not wrap.
 
     To the same dtype a loop converts what it carries, if that began as a Python number.
     """

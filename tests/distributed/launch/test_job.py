@@ -415,7 +415,9 @@ def test_options_after_the_script_are_named(capsys):
     assert not capsys.readouterr().err
     say_misplaced(request([SCRIPT, "--nproc_per_node=2", "--nnodes", "3"]))
     said = capsys.readouterr().err
-    assert f"words after {SCRIPT} go to the script: --nnodes and --nproc_per_node." in said
+    assert f"after {SCRIPT} is given to the script: --nnodes and --nproc_per_node." in said
+    say_misplaced(request([SCRIPT, "--", "--nnodes"]))
+    assert not capsys.readouterr().err
 
 
 def test_an_unknown_command_is_named(capsys):

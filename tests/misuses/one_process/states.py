@@ -144,7 +144,7 @@ def a_padded_model(_):
 
 
 ROWS = {
-    "an NNX model that is stored with padding is called itself": warned(
+    "an NNX model that is stored with padding is called directly": warned(
         a_padded_model, "kernel", "make_eval_step", "plan.unwrap((model, optimizer))"
     ),
     "a dict as the state": refused(

@@ -32,6 +32,13 @@ def into_own_rows(x, at, y):
     )
 
 
+def windows_of_rows(x, at, y):
+    """From row i on, over the border of a device."""
+    numbers = lax.ScatterDimensionNumbers((1, 2), (), (0, 1))
+    both = jnp.concatenate([jnp.arange(12)[:, None], at[:, None]], 1)
+    return lax.scatter_add(x, both, y, numbers, mode="clip")
+
+
 def whole_window(x, at, y):
     return [x.at[:, at].set(y), x.at[:, at].multiply(y), x.at[:, at].add(y)]
 
@@ -196,6 +203,11 @@ CASES = [
         into_own_rows,
         [X, COLUMNS, numbers(12)],
         "0 0 0 > 0 0 0; 0 0 R > 0 0 0; R 0 0 > 0 0 0",
+    ),
+    Case(
+        "scatter: windows of two rows",
+        windows_of_rows,
+        [numbers(12, 5), integers(12, high=4), numbers(12, 2, 1)],
     ),
     Case(
         "scatter: into the first rows",
