@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gshard._util.errors import GShardError
 from gshard._util.jaxpr import bind, evaluate, opened
 
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")
@@ -67,6 +68,14 @@ class CustomCall:
                     raise
                 _closed_over[self._body()] = self.of_operands.pop(0) + 1
 
+    def guarded(self, operands: Sequence[Any]) -> list[Any]:
+        """Returns the operands; a derivative by one that `traced` has left out is an error."""
+        left_out = [
+            i < _closed_over.get(self._body(), 0) and _inexact(x)
+            for i, x in enumerate(self.operands)
+        ]
+        return [_constant(x) if out else x for x, out in zip(operands, left_out, strict=True)]
+
     def _body(self) -> Any:
         return opened(self.eqn.params["call_jaxpr"])[0]
 
@@ -74,6 +83,20 @@ class CustomCall:
         """Calls such a function with the cotangents of the results that have a derivative."""
         zeros = [np.zeros(x.shape, jax.dtypes.float0) for x in self.results]
         return function(replaced(zeros, self.of_results, cotangents))
+
+
+@jax.custom_jvp
+def _constant(x: jax.Array) -> jax.Array:
+    """Returns an array by which nothing is differentiated."""
+    return x
+
+
+@_constant.defjvp
+def _refuse_derivative(primals: Any, tangents: Any) -> Any:
+    raise GShardError(
+        "a function with jax.custom_vjp closes over an array that depends on the parameters, and "
+        "has no derivative by it. Pass the array as an argument of the function."
+    )
 
 
 def rebuilt(eqn: Any, change: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -112,7 +112,7 @@ def custom_vjp(given: Given) -> Decision:
             return tuple(replaced(none, [i + 1 for i in call.of_operands], found))
 
         function.defvjp(with_residuals, transposed)
-        return function(given.partition.index, *values)
+        return function(given.partition.index, *call.guarded(values))
 
     return Decision(places, outs, run=run)
 

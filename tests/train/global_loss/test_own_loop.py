@@ -281,3 +281,21 @@ def test_outputs_of_single_examples_are_not_averaged_over_micro_batches():
     options = {"micro_batches": 2, "loss_semantics": "per_micro_batch", "has_aux": True}
     with pytest.raises(gshard.GShardError, match="an entry for each example.*make_eval_step"):
         gshard.make_train_step(loss, plan, **options)(state, batch(0, 32))
+
+
+def test_what_a_custom_vjp_closes_over_under_vmap_has_no_derivative():
+    """JAX says so too; the number of these operands is lost there."""
+    state, plan = sharded("os", 4)
+
+    def loss(p: Any, b: Any) -> Any:
+        table = jax.tree.leaves(p)[0].mean() * jnp.ones(())
+
+        @jax.custom_vjp
+        def scaled(x: Any) -> Any:
+            return x * table
+
+        scaled.defvjp(lambda x: (scaled(x), None), lambda _, c: (c,))
+        return jax.vmap(jax.jit(scaled))(losses(p, b)).mean()
+
+    with pytest.raises(gshard.GShardError, match="closes over an array that depends on the param"):
+        gshard.make_train_step(loss, plan)(state, batch(0, 32))
