@@ -80,7 +80,7 @@ def settle(checkpointer):
 
 def test_ctrl_c_in_a_wait_forgets_no_save(state, checkpointer, interrupt):
     draw = random.Random(2)
-    for step in range(1, 30, 2):
+    for step in range(1, 17, 2):
         checkpointer.save(step, state)
         for _ in range(2):
             with contextlib.suppress(KeyboardInterrupt):
