@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gshard._util.errors import GShardError, place_of
+from gshard._util.errors import GShardError, place_of, some, warn
 
 
 def shown(value: Any) -> str:
@@ -91,6 +91,24 @@ def pattern(value: Any, where: str) -> re.Pattern[str]:
         raise GShardError(
             f"{where} pattern {shown(value)} is not a regular expression: {error}."
         ) from error
+
+
+def warn_of_cut_numbers(argument: str, text: str, paths: Iterable[str]) -> None:
+    """Warns of a path pattern such as `Dense_1`, which matches the beginning of `Dense_10` too."""
+    if not text[-1:].isdigit():
+        return
+    regex = pattern(text, argument)
+
+    def is_cut(path: str) -> bool:
+        ends = [found.end() for found in regex.finditer(path)]
+        return bool(ends) and all(path[end : end + 1].isdigit() for end in ends)
+
+    if cut := [path for path in paths if is_cut(path)]:
+        warn(
+            f"{argument}: the pattern {text!r} also matches {some(cut)}, where a longer number "
+            f"begins with its digits. Write {text + '/'!r} for this number alone, or "
+            f"{text + '[0-9]*'!r} if all are meant."
+        )
 
 
 def names_of(argument: str, value: Any) -> tuple[str, ...]:

@@ -143,16 +143,18 @@ def read_components(
     plan: Plan,
     cast: bool,
     fresh: Mapping[str, Any] = MappingProxyType({}),
+    kept: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> Components:
     """The arrays of a checkpoint as the components of a state; names each array that differs.
 
     `read` returns arrays by path with the shapes, dtypes and shardings of abstract ones. `fresh`
-    has values by path for arrays that the checkpoint does not have to contain.
+    has values by path for arrays that the checkpoint does not have to contain, `kept` arrays of the
+    state that stay whatever it contains.
     """
     layouts, nodes = layouts_of(plan), nodes_of(plan)
     new = {path: fresh[path] for path in layouts if path in fresh and path not in stored}
     arrays = {path: shard_leaf(x, layouts[path], plan) for path, x in new.items()}
-    for group in _to_read(stored, plan, cast, new):
+    for group in _to_read(stored, plan, cast, {*new, *kept}, bool(kept)):
         found = read({source: _abstract(x, plan) for source, x in group.arrays.values()})
         of_group = {path: found[source] for path, (source, _) in group.arrays.items()}
         for path, layout in group.to_convert.items():
@@ -162,15 +164,18 @@ def read_components(
             wanted = [p for p, _ in _leaves_at(path, nodes[path])]
             of_group |= dict(zip(wanted, made, strict=True))
         arrays |= of_group
-    leaves = [_as_stored(arrays.get(path), x, plan) for path, x in layouts.items()]
+    leaves = [
+        kept[path] if path in kept else _as_stored(arrays.get(path), x, plan)
+        for path, x in layouts.items()
+    ]
     return jax.tree.unflatten(jax.tree.structure(plan.layouts), leaves)
 
 
 def arrays_to_read(
-    stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool
+    stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool, kept: Collection[str] = ()
 ) -> list[dict[str, jax.ShapeDtypeStruct]]:
     """What `read_components` passes to `read`, call by call."""
-    groups = _to_read(stored, plan, cast, ())
+    groups = _to_read(stored, plan, cast, kept, bool(kept))
     return [{s: _abstract(x, plan) for s, x in group.arrays.values()} for group in groups]
 
 
@@ -186,7 +191,7 @@ class _Group(NamedTuple):
 
 
 def _to_read(
-    stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool, new: Collection[str]
+    stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool, new: Collection[str], some: bool
 ) -> list[_Group]:
     """The arrays to read, in groups: at most two, and those of moments to convert."""
     nodes, others = nodes_of(plan), stored_otherwise(plan, stored)
@@ -194,7 +199,7 @@ def _to_read(
         p: x for path, node in nodes.items() for p, x in _leaves_at(path, others.get(path, node))
     }
     sources = {path: source_of(path, x, stored) for path, x in layouts.items() if path not in new}
-    check_fit(stored, layouts, sources, cast)
+    check_fit(stored, layouts, sources, cast, some)
     of_others = [dict(_leaves_at(path, x)) for path, x in others.items()]
     plain = {p: s for p, s in sources.items() if not any(p in x for x in of_others)}
     groups = [
@@ -250,8 +255,12 @@ def check_fit(
     layouts: Mapping[str, Layout],
     sources: Mapping[str, str],
     cast: bool,
+    some: bool = False,
 ) -> None:
-    """Raises a `GShardError` that lists each array in which a checkpoint differs from a state."""
+    """Raises a `GShardError` that lists each array in which a checkpoint differs from a state.
+
+    With `some`, only some arrays are restored.
+    """
     used = set(sources.values())
     # A parameter may be read from its master copy, and a master copy may be unused.
     unused = [p for p in stored if not (p in used or p.startswith(MASTER) or _master(p) in used)]
@@ -272,8 +281,11 @@ def check_fit(
     if wrong:
         fix = (
             "It is of another model or optimizer. To start from step 0, choose another directory. "
-            "Weights alone, by name: gshard.save_safetensors and gshard.load_safetensors."
+            "For its weights alone: Checkpointer.restore(like=state, only='.'), or files of "
+            "gshard.save_safetensors."
         )
+        if some:
+            fix = "It is of another model. Choose weights that both have with only=."
     if lines := [*wrong, *dtypes]:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         lines = ["the checkpoint does not fit the state:", *lines[:_SHOWN], *more, fix]

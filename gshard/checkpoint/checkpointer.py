@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, overload
 
@@ -22,7 +22,7 @@ from gshard.checkpoint.data_state import packed_data_state
 from gshard.checkpoint.local.tier import LocalTier
 from gshard.checkpoint.open_store import open_store
 from gshard.checkpoint.restore import Restored, Tier, restore
-from gshard.checkpoint.retention import RetentionPolicy
+from gshard.checkpoint.retention import RetentionPolicy, readable_metadata
 from gshard.checkpoint.rhythm import Rhythm
 from gshard.checkpoint.save import Contents, SaveFailedError, StepWriter
 from gshard.checkpoint.step_files import StepFiles, store_errors_explained
@@ -56,9 +56,9 @@ class Checkpointer:
       keep_every: also keep the steps whose number is a multiple of this.
       keep_best: also keep this many steps with the best `metric`. If none of these three is given,
         all steps are kept.
-      metric: the key of `metadata` that `keep_best` compares.
+      metric: the key of `metadata` that `keep_best` and `best_step` compare.
       mode: whether the lowest (`"min"`) or the highest (`"max"`) metric is best. A metric whose
-        name contains "loss" is best where it is lowest; with any other, `keep_best` requires it.
+        name contains "loss" is best where it is lowest; with any other, both require it.
       asynchronous: True lets `save` return when the arrays are copied to the host; the next `save`,
         `wait`, `restore`, `delete` or `close` waits until they are written. False lets `save` wait.
       writes: True locks the directory at once, so that a second job is refused before it trains;
@@ -132,6 +132,13 @@ class Checkpointer:
         """The newest complete step, of the directory or the local folders, or None."""
         local = () if self._local is None else self._local.steps
         return max((*self.all_steps(), *local), default=None)
+
+    def best_step(self) -> int | None:
+        """The complete step of the directory with the best `metric`, or None: see `keep_best`."""
+        self._retention.check_mode("best_step")
+        with store_errors_explained():
+            ranked = self._retention.ranked(readable_metadata(self._store))
+        return ranked[0] if ranked else None
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """The metadata that `save` was given for a step, by default the newest."""
@@ -295,11 +302,23 @@ class Checkpointer:
 
     @overload
     def restore(
-        self, step: int | None = None, *, like: S, verify: bool = True, cast: bool = False
+        self,
+        step: int | None = None,
+        *,
+        like: S,
+        only: str | Sequence[str] | None = None,
+        verify: bool = True,
+        cast: bool = False,
     ) -> Restored[S]: ...
 
     def restore(
-        self, step: int | None = None, *, like: Any = None, verify: bool = True, cast: bool = False
+        self,
+        step: int | None = None,
+        *,
+        like: Any = None,
+        only: str | Sequence[str] | None = None,
+        verify: bool = True,
+        cast: bool = False,
     ) -> Restored[Any]:
         """Reads a step onto any mesh, at any level, with any number of processes.
 
@@ -310,6 +329,9 @@ class Checkpointer:
             damaged ones, which the next save sets aside.
           like: what `shard_train_state` returned: the state, or `(abstract state, plan)`, which
             holds no arrays. An NNX `(model, optimizer)` is changed in place, and returned.
+          only: a regular expression, or several: weights whose path contains a match are restored
+            (`"."` for all), and the others stay as they are in `like`. So do the optimizer's state,
+            the step and random keys, and the checkpoint may be of another optimizer.
           verify: False skips the comparison of the files with their checksums.
           cast: True converts arrays of another floating dtype, and of another integer dtype.
 
@@ -332,6 +354,8 @@ class Checkpointer:
             return *state_and_plan(like, "restore(like=...)"), asked
 
         what = f"restore(step={shown(step)}, verify={shown(verify)}, cast={shown(cast)})"
+        if only is not None:
+            what = what.replace("verify", f"only={shown(only)}, verify")
         with self._in_use, spending("checkpoint"):
             self.wait()
             began = time.monotonic()
@@ -339,7 +363,9 @@ class Checkpointer:
             with contextlib.ExitStack() as stack:
                 readers = [stack.enter_context(x.reader(verify)) for x in self._writers()]
                 tiers = [*map(Tier, self._writers(), readers)]
-                found = restore(tiers, asked, state, plan, cast)
+                found = restore(tiers, asked, state, plan, cast, only)
+            if only is not None:  # the state is another one than that of the step
+                return found
             if self._local is not None:
                 self._local.forget(lambda own: own > found.step)
             newest = max(steps_everywhere(self._store), default=None)

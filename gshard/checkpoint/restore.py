@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gshard._util.errors import GShardError, warn
-from gshard.checkpoint.arrays import arrays_to_read, read_components, with_components
+from gshard.checkpoint.arrays import ArrayInfo, arrays_to_read, read_components, with_components
 from gshard.checkpoint.checksums import Damage
 from gshard.checkpoint.data_state import read_data_state
 from gshard.checkpoint.save import StepWriter
@@ -21,6 +21,7 @@ from gshard.checkpoint.undamaged import (
     find_undamaged,
     steps_everywhere,
 )
+from gshard.checkpoint.weights import parts_to_restore, warn_of_averages, with_copies
 from gshard.distributed.agree import run_on_all
 from gshard.sharding.plan import Plan
 from gshard.train.optim.optimizer_info import difference, optimizer_info
@@ -64,16 +65,18 @@ class Tier(NamedTuple):
 
 
 def restore(
-    tiers: Sequence[Tier], asked: int | None, state: Any, plan: Plan, cast: bool
+    tiers: Sequence[Tier], asked: int | None, state: Any, plan: Plan, cast: bool, only: Any
 ) -> Restored[Any]:
     """Reads the step that was asked for, or the newest undamaged one of all tiers."""
+    parts = partial(parts_to_restore, state, plan, only)
 
     def source(tier: Tier) -> Source:
         store = tier.writer.store
 
         def wants(info: StepInfo) -> list[Wanted]:
             with _named(store.step(info.step)):
-                return [*arrays_to_read(info.arrays, plan, cast)]
+                stored, kept = parts(info.arrays)
+                return [*arrays_to_read(stored, plan, cast, kept)]
 
         def damages(step: int) -> list[Damage]:
             return tier.reader.damages(step, wants)
@@ -91,30 +94,46 @@ def restore(
             tier.writer.last_step = None  # its number may be reached with another state
         try:
             make_restored = run_on_all(
-                lambda: _read(tiers[i], number, state, plan, cast),  # noqa: B023
+                lambda: _read(tiers[i], number, state, plan, cast, parts),  # noqa: B023
                 call=f"restore of step {number}",
             )
         except GShardError:
             if asked is None and number not in steps_everywhere(sources[i].store):
                 continue  # another job has deleted it meanwhile
             raise
+        if only is not None:
+            warn_of_averages(state, plan, only, "restore")
         return make_restored()
 
 
-def _read(tier: Tier, step: int, state: Any, plan: Plan, cast: bool) -> Callable[[], Restored[Any]]:
+def _read(
+    tier: Tier,
+    step: int,
+    state: Any,
+    plan: Plan,
+    cast: bool,
+    parts: Callable[[Mapping[str, ArrayInfo]], tuple[Mapping[str, ArrayInfo], dict[str, Any]]],
+) -> Callable[[], Restored[Any]]:
     """Reads a step; the function that is returned may change an NNX state in place."""
     files = tier.reader.files(step)
     info = StepInfo.read(files)
     with _named(files):
-        components = read_components(partial(tier.reader.read, step), info.arrays, plan, cast)
-    if info.optimizer and (said := difference(info.optimizer, optimizer_info(plan))):
+        stored, kept = parts(info.arrays)
+        read = partial(tier.reader.read, step)
+        components = read_components(read, stored, plan, cast, kept=kept)
+    if not kept and info.optimizer and (said := difference(info.optimizer, optimizer_info(plan))):
         warn(
             f"{files} was saved with another optimizer than like= has: {said}. Its state "
             "is restored, and training goes on with yours."
         )
     data, metadata = read_data_state(files, info.processes), dict(info.metadata)
     where = str(tier.writer.store)
-    return lambda: Restored(step, with_components(components, state, plan), data, metadata, where)
+
+    def make_restored() -> Restored[Any]:
+        own = with_copies(components, plan, "restore") if kept else components
+        return Restored(step, with_components(own, state, plan), data, metadata, where)
+
+    return make_restored
 
 
 @contextlib.contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from gshard._util.errors import GShardError
 from gshard._util.validation import check_integer, shown
+from gshard.checkpoint.step_info import StepInfo
+from gshard.checkpoint.store import Store
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,18 @@ class RetentionPolicy:
                 check_integer(f"keep_{name}", value, 1, " of steps (None: no such rule)")
         if not isinstance(self.metric, str) or not self.metric:
             raise GShardError(f"metric={shown(self.metric)} must be a key of metadata.")
-        if self.best and self.mode is None and "loss" not in self.metric.lower():
-            raise GShardError(
-                f"keep_best={self.best} compares metric={self.metric!r}. Say which is best: "
-                "mode='max' for the highest, mode='min' for the lowest."
-            )
+        if self.best:
+            self.check_mode(f"keep_best={self.best}")
         if self.mode not in ("min", "max", None):
             raise GShardError(f"mode={shown(self.mode)} must be 'min' or 'max'.")
+
+    def check_mode(self, what: str) -> None:
+        """Raises a `GShardError` if it is not known whether a low or a high metric is best."""
+        if self.mode is None and "loss" not in self.metric.lower():
+            raise GShardError(
+                f"{what} compares metric={self.metric!r}. Say which is best: "
+                "Checkpointer(mode='max') for the highest, mode='min' for the lowest."
+            )
 
     @property
     def keeps_all(self) -> bool:
@@ -51,11 +59,15 @@ class RetentionPolicy:
         steps = sorted(metadata)
         kept = set(steps[-(self.last or 1) :])
         kept |= {step for step in steps if self.every and step % self.every == 0}
-        known: dict[int, Any] = {step: metadata[step].get(self.metric) for step in steps}
-        sign = -1 if self.mode == "max" else 1
-        ranked = sorted((sign * x, -s) for s, x in known.items() if _is_number(x) and x == x)
-        kept |= {-step for _, step in ranked[: self.best or 0]}
+        kept |= {*self.ranked(metadata)[: self.best or 0]}
         return [step for step in steps if step not in kept]
+
+    def ranked(self, metadata: Mapping[int, Mapping[str, Any]]) -> list[int]:
+        """The steps that have the metric, the best first, and of equal ones the newest."""
+        known: dict[int, Any] = {step: x.get(self.metric) for step, x in metadata.items()}
+        sign = -1 if self.mode == "max" else 1
+        pairs = sorted((sign * x, -s) for s, x in known.items() if _is_number(x) and x == x)
+        return [-step for _, step in pairs]
 
     def check(self, metadata: Mapping[str, Any]) -> None:
         """Raises a `GShardError` for metadata without the metric that `best` needs."""
@@ -65,6 +77,15 @@ class RetentionPolicy:
                 f"has {shown(metadata.get(self.metric))} there. Pass metadata={{{self.metric!r}: "
                 "...}, or pass metric= to the Checkpointer."
             )
+
+
+def readable_metadata(store: Store) -> dict[int, Mapping[str, Any]]:
+    """The metadata of the steps of a store, without those whose description is damaged."""
+    found: dict[int, Mapping[str, Any]] = {}
+    for step in store.steps():
+        with contextlib.suppress(GShardError):
+            found[step] = StepInfo.read(store.step(step)).metadata
+    return found
 
 
 def _is_number(value: Any) -> bool:

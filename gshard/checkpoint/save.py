@@ -16,7 +16,7 @@ from gshard.checkpoint.arrays import check_same_run
 from gshard.checkpoint.background_save import BackgroundSave
 from gshard.checkpoint.data_state import packed_data_state
 from gshard.checkpoint.orbax import differing_arrays
-from gshard.checkpoint.retention import RetentionPolicy
+from gshard.checkpoint.retention import RetentionPolicy, readable_metadata
 from gshard.checkpoint.step_files import StoreError
 from gshard.checkpoint.step_info import StepInfo
 from gshard.checkpoint.store import Draft, Reader, Store
@@ -309,12 +309,8 @@ class StepWriter:
         """Deletes the steps that the policy does not keep; called in the thread of a save."""
         if self._retention.keeps_all:
             return
-        metadata: dict[int, Mapping[str, Any]] = {}
-        for step in self.store.steps():
-            # A damaged step stays, to be examined, and the others are deleted nevertheless.
-            with contextlib.suppress(GShardError):
-                metadata[step] = StepInfo.read(self.store.step(step)).metadata
-        for step in self._retention.to_delete(metadata):
+        # A damaged step stays, to be examined, and the others are deleted nevertheless.
+        for step in self._retention.to_delete(readable_metadata(self.store)):
             self.store.delete(step)
 
     def _failed(self, step: int, why: GShardError) -> SaveFailedError:

@@ -288,6 +288,7 @@ def warn_of_unused(argument: str, patterns: Any, paths: Sequence[str]) -> None:
                 f"{argument}: the pattern {text!r} matches no path.{did_you_mean(text, paths)} "
                 f"There are {some(paths)}."
             )
+        validation.warn_of_cut_numbers(argument, text, paths)
 
 
 ScanAxes = Mapping[str, int] | Sequence[str] | None

@@ -453,6 +453,9 @@ ROWS: dict[str, Row] = {
     "another verify=": refused(
         with_saver(lambda c, r: c.restore(10, like=like(), verify=bool(r))), "verify"
     ),
+    "another only= in restore": refused(
+        with_saver(lambda c, r: c.restore(10, like=like(), only=[".", "w"][r])), "only='w'"
+    ),
     "restore without like= on one process": refused(
         with_saver(lambda c, r: c.restore(10, like=None if r else like())), "like="
     ),

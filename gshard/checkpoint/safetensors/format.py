@@ -1,8 +1,4 @@
-"""What a safetensors file contains: the weights of a state, their names, and their bytes.
-
-A weight is a parameter or an array of a collection next to them. It is named by its path, joined by
-`.`, which is the same at every level, on every mesh and with every precision. The optimizer's state
-is not written, nor are random keys.
+"""What a safetensors file contains: tensors, their names, and their bytes.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON, padded with spaces
 to 8 bytes), and the numbers (little-endian, row-major, without gaps).
@@ -11,25 +7,19 @@ Source: https://github.com/huggingface/safetensors, "Format".
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gshard._util.errors import GShardError, some
-from gshard._util.pytree import flatten, same_leaves
 from gshard.checkpoint.safetensors.place import Place, read_range, size_of, version_of
-from gshard.sharding.layout import Layout
-from gshard.sharding.plan import Plan
-from gshard.sharding.validate import refuse_abstract, refuse_donated
-from gshard.train_state import Components
+from gshard.checkpoint.weights import Weight
 
 # In the order in which the library writes tensors: the larger alignment first.
 DTYPES: dict[str, np.dtype] = {
@@ -60,13 +50,6 @@ _FIRST = 2**17  # bytes that are read first; most headers are shorter
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Weight(NamedTuple):
-    """One array as stored, the master copy if there is one, and its layout."""
-
-    array: Any
-    layout: Layout
-
-
 class Stored(NamedTuple):
     """One tensor in a file."""
 
@@ -92,8 +75,12 @@ class Stored(NamedTuple):
         return found
 
 
-def refuse_dtypes(weights: Mapping[str, Weight], call: str) -> None:
-    """Refuses dtypes without a name in the format."""
+def check_writable(weights: Mapping[str, Weight], call: str) -> None:
+    """Refuses dtypes without a name in the format, and a name that means something else in it."""
+    if METADATA in weights:
+        raise GShardError(
+            f"{call}: the name {METADATA!r} is reserved in safetensors files. Rename it."
+        )
     unknown = [f"{n} ({x.dtype})" for n, (_, x) in weights.items() if x.dtype not in _NAMES]
     if unknown:
         raise GShardError(
@@ -198,77 +185,3 @@ def row_major(x: np.ndarray) -> Iterator[memoryview]:
     rows = BLOCK // each
     for i in range(0, len(x), rows):
         yield from row_major(np.ascontiguousarray(x[i : i + rows]))
-
-
-def name_of(layout: Layout) -> str:
-    """The name of a weight in a file."""
-    return layout.path.replace("/", ".")
-
-
-def weights_of(components: Components, plan: Plan, call: str) -> dict[str, Weight]:
-    """The weights of a state by name, after comparing the state with its plan."""
-    same_leaves(components.params, flatten(plan.params)[0], f"{call}: the state is")
-    same_leaves(components.non_trainable, flatten(plan.non_trainable)[0], f"{call}: the state is")
-    leaves = jax.tree.leaves((components.params, components.non_trainable, components.opt_state))
-    refuse_abstract(leaves)
-    refuse_donated(leaves)
-    params, layouts = plan.master_params(components.params, components.opt_state)
-    arrays = jax.tree.leaves(params) + jax.tree.leaves(components.non_trainable)
-    others, random = jax.tree.leaves(plan.non_trainable), plan.kind.random_paths(plan.template)
-    pairs = zip(arrays, jax.tree.leaves(layouts) + others, strict=True)
-    weights = [Weight(x, layout) for x, layout in pairs if _is_weight(layout, random)]
-    wrong = [
-        f"{layout.path} is {x.dtype}{list(x.shape)}, stored as "
-        f"{layout.dtype}{list(layout.stored_shape)}"
-        for x, layout in weights
-        if hasattr(x, "dtype") and (x.dtype != layout.dtype or x.shape != layout.stored_shape)
-    ]
-    if wrong:
-        raise GShardError(
-            f"{call}: the arrays of the state do not have the layouts of its plan: "
-            f"{some(wrong, most=3)}. Pass what gshard.shard_train_state or a step returned."
-        )
-    found: dict[str, Weight] = {}
-    for weight in weights:
-        name = name_of(weight.layout)
-        if name in found:
-            raise GShardError(
-                f"{call}: {found[name].layout.path} and {weight.layout.path} would both be called "
-                f"{name!r} in the file. Rename one of them."
-            )
-        if name == METADATA:
-            raise GShardError(
-                f"{call}: the name {name!r} is reserved in safetensors files. Rename it."
-            )
-        found[name] = weight
-    return found
-
-
-def replace_weights(
-    components: Components, plan: Plan, make: Callable[[str, Layout, Any], Any]
-) -> Components:
-    """The components with each weight and master copy replaced by `make(name, layout, it)`."""
-    random = plan.kind.random_paths(plan.template)
-
-    def replace_in(tree: Any, layouts: Any) -> Any:
-        leaves, structure = jax.tree.flatten(tree)
-        layouts = jax.tree.leaves(layouts)
-        new = [
-            make(name_of(layout), layout, x) if _is_weight(layout, random) else x
-            for x, layout in zip(leaves, layouts, strict=True)
-        ]
-        return jax.tree.unflatten(structure, new)
-
-    had = components.opt_state.master
-    master = {path: make(name_of(x), x, had[path]) for path, x in plan.master.items()}
-    return dataclasses.replace(
-        components,
-        params=replace_in(components.params, plan.params),
-        opt_state=components.opt_state._replace(master=master),
-        non_trainable=replace_in(components.non_trainable, plan.non_trainable),
-    )
-
-
-def _is_weight(layout: Layout, random: frozenset[str]) -> bool:
-    is_key = jnp.issubdtype(layout.dtype, jax.dtypes.prng_key)
-    return not is_key and layout.path not in random

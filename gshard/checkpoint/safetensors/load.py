@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard._util.durable import file_path
-from gshard._util.errors import GShardError, some, warn
+from gshard._util.errors import GShardError
 from gshard._util.validation import flag
 from gshard.checkpoint.arrays import CASTS, can_cast, with_components
 from gshard.checkpoint.bounds import Bounds
@@ -24,28 +23,29 @@ from gshard.checkpoint.safetensors.folder import tensors_at
 from gshard.checkpoint.safetensors.format import (
     DTYPES,
     Stored,
-    Weight,
     refuse_replaced,
-    replace_weights,
-    weights_of,
 )
 from gshard.checkpoint.safetensors.name_map import NameMap, Piece
 from gshard.checkpoint.safetensors.name_maps import name_map_of
 from gshard.checkpoint.safetensors.place import Place, place_of
 from gshard.checkpoint.safetensors.tensors import (
     check_filled,
-    chosen,
     nearest,
     pieces_by_rule,
     pieces_of,
 )
 from gshard.checkpoint.step_files import store_errors_explained
+from gshard.checkpoint.weights import (
+    Weight,
+    chosen,
+    replace_weights,
+    warn_of_averages,
+    weights_of,
+    with_copies,
+)
 from gshard.distributed.agree import run_on_all
-from gshard.sharding.host_arrays import full_on_host, plan_of
+from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
-from gshard.sharding.plan import Plan
-from gshard.train.optim.made_of_params import layouts_made_of_params, make_of_params
-from gshard.train_state.components import Components
 
 _CALL = "load_safetensors"
 _BLOCK = 2**23  # bytes of two tensors that are compared at a time
@@ -149,35 +149,12 @@ def load_safetensors(
     new = run_on_all(read, plan.mesh, call=_CALL)
     pairs = zip(*(jax.tree.leaves(x.params) for x in (components, new)), strict=True)
     if any(x is not y for x, y in pairs):
-        new = _with_copies(new, plan)
+        new = with_copies(new, plan, _CALL)
+    if only is not None:
+        warn_of_averages(state, plan, only, _CALL)
     if wrapped is not None:  # a new one would lack what this one keeps, such as its gradients
         return with_components(new, state, plan)
     return plan.kind.merge(new, state, plan.kind.tx(state))
-
-
-def _with_copies(components: Components, plan: Plan) -> Components:
-    """Replaces the optimizer's copies of the parameters, or warns of them after the first step."""
-    copies = layouts_made_of_params(plan)
-    if copies == []:
-        return components
-    if copies is None:
-        warn(
-            f"{_CALL}: the optimizer's init cannot be traced, so whether its state has copies of "
-            "the parameters is not known. If it has, shard (gshard.full_params(state), tx) after "
-            "loading; its moments and the step begin again from 0."
-        )
-        return components
-    step = int(full_on_host(components.step, plan.layouts.step))
-    if step == 0:
-        new = make_of_params(plan, copies, components.params, components.opt_state)
-        return dataclasses.replace(components, opt_state=new)
-    warn(
-        f"{_CALL}: the optimizer's state still belongs to the parameters before this load: "
-        f"{some(x.path for x in copies)} (step {step}). The next steps may undo what was loaded. "
-        "Load before the first step; or shard (gshard.full_params(state), tx) after loading, with "
-        "new moments from step 0."
-    )
-    return components
 
 
 def _file_at(path: Any, call: str) -> Path:

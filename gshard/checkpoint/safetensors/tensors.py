@@ -6,14 +6,13 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from gshard._util.errors import GShardError, some
-from gshard._util.validation import names_of, pattern, shown
-from gshard.checkpoint.safetensors.format import Weight, alignment
+from gshard._util.errors import GShardError
+from gshard.checkpoint.safetensors.format import alignment
 from gshard.checkpoint.safetensors.name_map import NameMap, Piece, same_layout
+from gshard.checkpoint.weights import Weight
 
 
 @dataclasses.dataclass
@@ -32,23 +31,6 @@ class Group:
 
     weights: list[str]
     tensors: list[Tensor]
-
-
-def chosen(weights: Mapping[str, Weight], only: Any, call: str) -> dict[str, Weight]:
-    """The weights whose path contains a match of one of the patterns `only`; all for None."""
-    if only is None:
-        return dict(weights)
-    found: set[str] = set()
-    if not (texts := names_of("only", only)):
-        raise GShardError(f"{call}: only=[] chooses nothing. Pass a pattern, or None for all.")
-    for text in texts:
-        regex = pattern(text, "only")
-        fits = {name for name, weight in weights.items() if regex.search(weight.layout.path)}
-        if not fits:
-            paths = some(weight.layout.path for weight in weights.values())
-            raise GShardError(f"{call}: only={shown(text)} fits no weight. There are {paths}.")
-        found |= fits
-    return {name: weight for name, weight in weights.items() if name in found}
 
 
 def pieces_by_rule(
