@@ -69,11 +69,8 @@ class CustomCall:
                 _closed_over[self._body()] = self.of_operands.pop(0) + 1
 
     def guarded(self, operands: Sequence[Any]) -> list[Any]:
-        """Returns the operands; a derivative by one that `traced` has left out is an error."""
-        left_out = [
-            i < _closed_over.get(self._body(), 0) and _inexact(x)
-            for i, x in enumerate(self.operands)
-        ]
+        """Returns the operands; a derivative by what the function closes over is an error."""
+        left_out = [_inexact(x) and i not in self.of_operands for i, x in enumerate(self.operands)]
         return [_constant(x) if out else x for x, out in zip(operands, left_out, strict=True)]
 
     def _body(self) -> Any:

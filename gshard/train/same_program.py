@@ -37,6 +37,11 @@ T = TypeVar("T")
 _MODULUS = 61
 _SMALL = 2**16  # elements of an array that may be kept
 _compared: dict[Any, int] = {}  # how many programs, by mesh
+_ABOUT_TRACERS = (
+    "gshard traces a loss before its derivative. If the value above is used in the backward pass "
+    "of a jax.custom_vjp that is made in the loss, pass it to that function as an argument, and "
+    "return it from the forward pass among the residuals."
+)
 
 
 class ProgramCheck:
@@ -97,6 +102,9 @@ class ProgramCheck:
                 return program(*args)
             with doing(f"compiling {self._what}") if self._is_new else nullcontext():
                 results = program(*args)
+        except jax.errors.UnexpectedTracerError as error:
+            error.add_note(_ABOUT_TRACERS)
+            raise
         finally:
             events.calling = ""
         self._calls += 1

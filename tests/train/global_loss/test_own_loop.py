@@ -283,8 +283,9 @@ def test_outputs_of_single_examples_are_not_averaged_over_micro_batches():
         gshard.make_train_step(loss, plan, **options)(state, batch(0, 32))
 
 
-def test_what_a_custom_vjp_closes_over_under_vmap_has_no_derivative():
-    """JAX says so too; the number of these operands is lost there."""
+@pytest.mark.parametrize("of_each", [lambda f: jax.vmap(jax.jit(f)), lambda f: f])
+def test_what_a_custom_vjp_closes_over_has_no_derivative(of_each):
+    """JAX says so too; under vmap of jit the number of these operands is lost there."""
     state, plan = sharded("os", 4)
 
     def loss(p: Any, b: Any) -> Any:
@@ -295,7 +296,27 @@ def test_what_a_custom_vjp_closes_over_under_vmap_has_no_derivative():
             return x * table
 
         scaled.defvjp(lambda x: (scaled(x), None), lambda _, c: (c,))
-        return jax.vmap(jax.jit(scaled))(losses(p, b)).mean()
+        return of_each(scaled)(losses(p, b)).mean()
 
     with pytest.raises(gshard.GShardError, match="closes over an array that depends on the param"):
         gshard.make_train_step(loss, plan)(state, batch(0, 32))
+
+
+def test_a_value_of_the_loss_in_the_backward_pass_of_a_custom_vjp_is_explained():
+    """JAX's derivative, which is made along with the loss, still has the value."""
+    state, plan = sharded("os", 4)
+
+    def loss(p: Any, b: Any) -> Any:
+        found = losses(p, b)
+        mean = jax.lax.stop_gradient(found.mean())
+
+        @jax.custom_vjp
+        def centred(x: Any) -> Any:
+            return ((x - mean) ** 2).mean()
+
+        centred.defvjp(lambda x: (centred(x), x), lambda x, c: (2 * c * (x - mean) / x.size,))
+        return centred(found)
+
+    with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
+        gshard.make_train_step(loss, plan)(state, batch(0, 32))
+    assert "pass it to that function as an argument" in " ".join(raised.value.__notes__)
