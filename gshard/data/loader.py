@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from gshard._util.activity import spent_on
-from gshard._util.errors import CallOrderError, GShardError
+from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.pytree import differences
 from gshard._util.validation import check_integer, flag, shown
 from gshard.data.batch import (
@@ -52,7 +52,8 @@ class DataLoader:
       shuffle: False keeps the order of the source.
       num_epochs: epochs that one `for` gives; None for no end.
       drop_remainder: leave out the examples that do not fill a batch at the end of an epoch. With
-        False the last batch is smaller, and must be a multiple of the devices too.
+        False the last batch is smaller, and must be a multiple of the devices too. None: True, with
+        a warning if `shuffle` is False, since these are the same examples in every epoch.
       pad_last: fill the last batch of an epoch with examples that it has already, instead of
         dropping it. Every batch, a dictionary, then has a boolean array `"mask"`, one entry for
         each example: False for those that fill it. A device may have only those: with
@@ -81,7 +82,7 @@ class DataLoader:
         seed: int = 0,
         shuffle: bool = True,
         num_epochs: int | None = 1,
-        drop_remainder: bool = True,
+        drop_remainder: bool | None = None,
         pad_last: bool = False,
         prefetch: int = 2,
         transform: Callable[..., Any] | None = None,
@@ -94,7 +95,8 @@ class DataLoader:
         size = check_integer("batch_size", batch_size, 1, " of examples of the global batch")
         seed = check_integer("seed", seed, 0)
         shuffle, self._pads = flag("shuffle", shuffle), flag("pad_last", pad_last)
-        drop = flag("drop_remainder", drop_remainder) and not self._pads
+        is_asked = drop_remainder is not None
+        drop = (not is_asked or flag("drop_remainder", drop_remainder)) and not self._pads
         if num_epochs is not None:
             num_epochs = check_integer("num_epochs", num_epochs, 1, " (None: without end)")
         self._plan, self._num_epochs = plan, num_epochs
@@ -109,6 +111,12 @@ class DataLoader:
             "checksum": self._source.checksum,
         }
         _check_sizes(self._source.length, size, drop, plan.group.batch_shards, self._pads)
+        if drop and not shuffle and not is_asked and (left := self._source.length % size):
+            warn(
+                f"the last {left} of {self._source.length} examples are never read: they fill no "
+                f"batch of {size}, and shuffle=False. pad_last=True reads them too; "
+                "drop_remainder=True says that this is meant."
+            )
         self._has_padding = self._pads and self._source.length % size > 0
         if self._pads:
             self._source.check_takes_mask()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +104,7 @@ def test_sources_of_every_kind_give_the_same(tmp_path):
 
 
 def test_a_tuple_of_arrays_is_a_tree_and_a_list_is_of_examples():
-    batch = next(iter(DataLoader((data()["x"], data()["y"]), 8, PLAN, shuffle=False)))
+    batch = next(iter(DataLoader((data()["x"], data()["y"]), 8, PLAN)))
     assert [x.shape for x in batch] == [(8, 3), (8,)]
     batch = next(iter(DataLoader([(1.0, np.ones(2))] * 9, 8, PLAN)))
     assert [x.shape for x in batch] == [(8,), (8, 2)]
@@ -115,6 +116,21 @@ def test_a_map_dataset_of_grain():
     assert rows_of(DataLoader(source, 8, PLAN, seed=1)) == rows_of(
         DataLoader(data(), 8, PLAN, seed=1)
     )
+
+
+def test_examples_that_are_never_read_are_said():
+    with pytest.warns(gshard.GShardWarning, match="the last 16 of 40 examples are never read"):
+        DataLoader(data(40), 24, PLAN, shuffle=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in (
+            {"drop_remainder": True},
+            {"drop_remainder": False},
+            {"pad_last": True},
+            {"shuffle": True},
+        ):
+            DataLoader({"x": data(40)["x"]}, 24, PLAN, **({"shuffle": False} | options))
+        DataLoader(data(48), 24, PLAN, shuffle=False)
 
 
 def test_the_remainder_is_dropped_or_a_smaller_batch():
@@ -430,7 +446,7 @@ def test_wrong_arguments(arguments, said):
         ({"transform": lambda e, key: e}, "an argument 'key' that it is not given"),
         ({"transform": lambda e: None}, "transform(source[0]) is None"),
         ({"num_epochs": 0}, "num_epochs=0"),
-        ({"drop_remainder": None}, "drop_remainder=None"),
+        ({"drop_remainder": 2}, "drop_remainder=2"),
         ({"drop_remainder": False}, "Give 48 or 56 examples instead of 50"),
         ({"drop_remainder": False}, "pad_last=True"),
         ({"pad_last": 1}, "pad_last=1"),

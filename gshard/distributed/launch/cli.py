@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
+import importlib.util
 import math
 import os
+import sys
 import time
 from itertools import takewhile
 from pathlib import Path
@@ -219,6 +222,14 @@ def request(words: list[str]) -> Request:
     if not asked.module and not os.path.exists(asked.script):
         hint = " For a module say -m." if "." in asked.script and "/" not in asked.script else ""
         raise GShardError(f"there is no file {asked.script!r} here.{hint}")
+    if os.path.isdir(asked.script) and not asked.module:
+        if not os.path.exists(os.path.join(asked.script, "__main__.py")):
+            raise GShardError(f"{asked.script!r} is a folder without __main__.py. Name a script.")
+    if asked.module and not _has_module(asked.script.partition(".")[0]):
+        raise GShardError(
+            f"-m: there is no module {asked.script!r} in this folder or among the packages of "
+            f"{sys.executable}."
+        )
     if not asked.module and asked.script.startswith(("/dev/", "/proc/")):
         raise GShardError(
             f"{asked.script!r} is no file that every process can read. Save the script in a file."
@@ -248,6 +259,12 @@ def request(words: list[str]) -> Request:
         asked.elastic = asked.elastic._replace(devices=each, batch_size=asked.batch_size)
         check_batch_size(asked.elastic)
     return asked
+
+
+def _has_module(name: str) -> bool:
+    """Whether the job's processes, which look in this folder too, find a module."""
+    found = importlib.util.find_spec(name) if name else None
+    return (found or importlib.machinery.PathFinder.find_spec(name, [os.getcwd()])) is not None
 
 
 def _read_machines(asked: Request) -> None:

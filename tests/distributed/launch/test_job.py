@@ -337,6 +337,8 @@ RANGE = ("--nnodes", "2:4", "--master", "127.0.0.1:1")
 BAD = {
     "no script": ([], "name the script"),
     "no such file": (["no.py"], "there is no file 'no.py'"),
+    "a folder": ([str(WORKER.parent)], "is a folder without __main__.py. Name a script"),
+    "no such module": (["-m", "nowhere.train"], "there is no module 'nowhere.train' in this"),
     "standard input": (["/dev/stdin"], "'/dev/stdin' is no file that every process can read"),
     "a module without -m": (["my.module"], "For a module say -m"),
     "unknown option": (["--nproc_per_nod", "2", SCRIPT], "Did you mean '--nproc_per_node'?"),
