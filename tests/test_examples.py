@@ -249,6 +249,9 @@ def run_smallest(module, output, name="smallest"):
     return ran.stdout
 
 
+IN_ONE_WORKER = pytest.mark.xdist_group("demo")  # which runs it once, with --dist loadgroup
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """The demo at its smallest, in its own process: what it printed and where it wrote."""
@@ -260,12 +263,14 @@ def demo(tmp_path_factory):
 
 
 @pytest.mark.slow
+@IN_ONE_WORKER
 def test_demo_runs_every_level(demo):
     _, _, _, runs = demo
     assert [run.name for run in runs] == ["dp", "os", "os_g", "p_g_os"]
 
 
 @pytest.mark.slow
+@IN_ONE_WORKER
 def test_demo_stays_within_the_budget(demo):
     _, _, _, runs = demo
     for run in runs:
@@ -279,6 +284,7 @@ def test_demo_stays_within_the_budget(demo):
 
 
 @pytest.mark.slow
+@IN_ONE_WORKER
 def test_demo_levels_differ_where_they_should(demo):
     dp, os_, os_g, p_g_os = demo[3]
     assert dp.bytes["optimizer"] > 4 * os_.bytes["optimizer"]
@@ -287,6 +293,7 @@ def test_demo_levels_differ_where_they_should(demo):
 
 
 @pytest.mark.slow
+@IN_ONE_WORKER
 def test_demo_matches_single_device_training(demo):
     _, _, reference, runs = demo
     assert len(reference.losses) == 4
@@ -296,6 +303,7 @@ def test_demo_matches_single_device_training(demo):
 
 
 @pytest.mark.slow
+@IN_ONE_WORKER
 def test_demo_prints_the_table_and_a_sample(demo):
     printed, output, reference, runs = demo
     for run in runs:
@@ -311,6 +319,7 @@ def test_demo_prints_the_table_and_a_sample(demo):
 
 
 @pytest.mark.slow
+@IN_ONE_WORKER
 def test_demo_kills_one_and_says_that_the_losses_are_identical(demo):
     printed = run_smallest("examples.kill_and_resume", demo[1])
     assert "Killed and started again, at p_g_os on 8 devices" in printed
