@@ -8,6 +8,7 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
 from gshard._util.errors import GShardError
+from gshard._util.text import bytes_of
 from gshard.checkpoint.checksums import Damage, verify_step
 from gshard.checkpoint.open_store import open_step_or_store
 from gshard.checkpoint.step_files import StepFiles, size_of, store_errors_explained
@@ -70,8 +71,8 @@ def _line(step: int, folder: StepFiles, damages: list[Damage]) -> str:
         return "\n".join([f"[fail] step {step}", *(f"       {x}" for x in damages)])
     about = StepInfo.read(folder)
     made = about.made_by
-    size = size_of(folder) / 1e6
     return (
-        f"[ok]   step {step}: {size:,.1f} MB, {len(about.arrays)} arrays, level {made['level']}, "
+        f"[ok]   step {step}: {bytes_of(size_of(folder))}, {len(about.arrays)} arrays, "
+        f"level {made['level']}, "
         f"{about.processes} process{'es' if about.processes > 1 else ''}, saved {made['saved_at']}"
     )

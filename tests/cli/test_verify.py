@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import jax.numpy as jnp
 import optax
@@ -44,6 +45,7 @@ def test_undamaged_steps(directory, capsys):
         "[ok]   step 12",
     ]
     assert "level os, 1 process, saved 2" in said.out and not said.err
+    assert re.search(r"step 3: \d+\.?\d* kB, ", said.out)  # and not 0.0 MB
     assert {x.name for x in directory.iterdir()} == {"3", "12", ".gshard_lock"}
 
 
