@@ -92,7 +92,7 @@ def _constant(x: jax.Array) -> jax.Array:
 def _refuse_derivative(primals: Any, tangents: Any) -> Any:
     raise GShardError(
         "a function with jax.custom_vjp closes over an array that depends on the parameters, and "
-        "has no derivative by it. Pass the array as an argument of the function."
+        "has no derivative with respect to it. Pass the array as an argument of the function."
     )
 
 

@@ -93,21 +93,37 @@ def pattern(value: Any, where: str) -> re.Pattern[str]:
         ) from error
 
 
-def warn_of_cut_numbers(argument: str, text: str, paths: Iterable[str]) -> None:
-    """Warns of a path pattern such as `Dense_1`, which matches the beginning of `Dense_10` too."""
-    if not text[-1:].isdigit():
-        return
-    regex = pattern(text, argument)
+def warn_of_cut_numbers(
+    argument: str, texts: Iterable[str], paths: Iterable[str], in_order: bool = False
+) -> None:
+    """Warns of path patterns that end in a number, such as `Dense_1`, which matches `Dense_10` too.
 
-    def is_cut(path: str) -> bool:
-        ends = [found.end() for found in regex.finditer(path)]
-        return bool(ends) and all(path[end : end + 1].isdigit() for end in ends)
+    Paths that another pattern matches as well are left out; with `in_order`, an earlier one.
+    """
+    given, every = {text: pattern(text, argument) for text in texts}, sorted({*paths})
 
-    if cut := [path for path in paths if is_cut(path)]:
+    def after(text: str, path: str) -> set[str]:
+        """What follows the matches in a path; a digit where a number is cut."""
+        return {path[x.end() : x.end() + 1] for x in given[text].finditer(path)}
+
+    def is_cut(text: str, path: str) -> bool:
+        ends = after(text, path)
+        return text[-1:].isdigit() and bool(ends) and all(x.isdigit() for x in ends)
+
+    for i, text in enumerate(given):
+        others = [x for x in [*given][: i if in_order else None] if x != text]
+        cut = [path for path in every if is_cut(text, path)]
+        cut = [p for p in cut if not any(after(x, p) and not is_cut(x, p) for x in others)]
+        cut = [p for p in cut if not any(p.endswith(f"/{x}") for x in cut)]  # moments
+        if not cut:
+            continue
+        wanted = [path for path in every if after(text, path) and not is_cut(text, path)]
+        is_name = "|" not in text and all(after(text, path) == {"/"} for path in wanted)
+        this = f"{text}/" if wanted and is_name else f"(?:{text})(?![0-9])"
         warn(
-            f"{argument}: the pattern {text!r} also matches {some(cut)}, where a longer number "
-            f"begins with its digits. Write {text + '/'!r} for this number alone, or "
-            f"{text + '[0-9]*'!r} if all are meant."
+            f"{argument}: the pattern {text!r}{' also' if wanted else ''} matches {some(cut)}, "
+            f"where a longer number begins with the same digits. Write {this!r} for this number "
+            f"alone, or {text + '[0-9]*'!r} if longer ones are meant."
         )
 
 

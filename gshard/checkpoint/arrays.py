@@ -27,11 +27,12 @@ from gshard.sharding.plan import Plan, check_state
 from gshard.sharding.validate import refuse_abstract, refuse_donated
 from gshard.train.gradients import LocalGradients
 from gshard.train.shard_train_state import shard_leaf
-from gshard.train_state import FROZEN, Components
+from gshard.train_state import FROZEN, PARAMETERS, Components
 
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]]
 PARAMS, MASTER = "params/", "opt_state/master/"
-_FROZEN = f"non_trainable/{FROZEN}/"
+_FROZEN, _OTHERS = f"non_trainable/{FROZEN}/", "non_trainable/"
+_WEIGHTS = (MASTER, PARAMS, *(f"{_OTHERS}{x}/" for x in PARAMETERS), _OTHERS)  # exact ones first
 CASTS = "cast=True converts floating dtypes into one another, and integer ones."
 _SHOWN = 100  # differences that a message lists
 
@@ -54,9 +55,7 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
 
     It refuses donated arrays, and gradients that are not reduced yet.
     """
-    for owner in state if isinstance(state, tuple) else ():
-        if hasattr(owner, "_gshard_refuse_waiting"):  # a wrapped model, which keeps gradients
-            owner._gshard_refuse_waiting()
+    refuse_waiting(state)
     components = plan.kind.split(state)
     refuse_traced(components, "save")
     if any(map(_is_unreduced, jax.tree.leaves(components, is_leaf=_is_unreduced))):
@@ -82,6 +81,13 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
     ]
     pairs = [(path, x) for path, x in zip(paths, placed, strict=True) if np.size(x)]
     return {p: jax.random.key_data(x) if _is_key(x.dtype) else x for p, x in pairs}, infos
+
+
+def refuse_waiting(state: Any) -> None:
+    """Refuses a wrapped model that keeps gradients which are not reduced yet."""
+    for owner in state if isinstance(state, tuple) else ():
+        if hasattr(owner, "_gshard_refuse_waiting"):
+            owner._gshard_refuse_waiting()
 
 
 def layouts_of(plan: Plan) -> dict[str, Layout]:
@@ -154,7 +160,7 @@ def read_components(
     layouts, nodes = layouts_of(plan), nodes_of(plan)
     new = {path: fresh[path] for path in layouts if path in fresh and path not in stored}
     arrays = {path: shard_leaf(x, layouts[path], plan) for path, x in new.items()}
-    for group in _to_read(stored, plan, cast, {*new, *kept}, bool(kept)):
+    for group in _to_read(stored, plan, cast, {*new, *kept}, _advice(kept, fresh)):
         found = read({source: _abstract(x, plan) for source, x in group.arrays.values()})
         of_group = {path: found[source] for path, (source, _) in group.arrays.items()}
         for path, layout in group.to_convert.items():
@@ -175,8 +181,21 @@ def arrays_to_read(
     stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool, kept: Collection[str] = ()
 ) -> list[dict[str, jax.ShapeDtypeStruct]]:
     """What `read_components` passes to `read`, call by call."""
-    groups = _to_read(stored, plan, cast, kept, bool(kept))
+    groups = _to_read(stored, plan, cast, kept, _advice(kept))
     return [{s: _abstract(x, plan) for s, x in group.arrays.values()} for group in groups]
+
+
+def _advice(kept: Collection[str], fresh: Collection[str] = ()) -> str:
+    """What to do about a checkpoint whose arrays are not those of the state."""
+    if kept:
+        return "Choose weights that both have: only='^(?!ema/)' is all but those of a field ema."
+    advice = "It is of another model or optimizer. To start from step 0, choose another directory."
+    if fresh:  # a checkpoint of another program
+        return advice
+    return (
+        f"{advice} restore(like=state, only='.') takes the weights alone, whatever the optimizer; "
+        "other patterns take some of them."
+    )
 
 
 class _Group(NamedTuple):
@@ -191,7 +210,7 @@ class _Group(NamedTuple):
 
 
 def _to_read(
-    stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool, new: Collection[str], some: bool
+    stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool, new: Collection[str], advice: str
 ) -> list[_Group]:
     """The arrays to read, in groups: at most two, and those of moments to convert."""
     nodes, others = nodes_of(plan), stored_otherwise(plan, stored)
@@ -199,7 +218,7 @@ def _to_read(
         p: x for path, node in nodes.items() for p, x in _leaves_at(path, others.get(path, node))
     }
     sources = {path: source_of(path, x, stored) for path, x in layouts.items() if path not in new}
-    check_fit(stored, layouts, sources, cast, some)
+    check_fit(stored, layouts, sources, cast, advice)
     of_others = [dict(_leaves_at(path, x)) for path, x in others.items()]
     plain = {p: s for p, s in sources.items() if not any(p in x for x in of_others)}
     groups = [
@@ -236,18 +255,23 @@ def with_components(components: Components, state: Any, plan: Plan) -> Any:
     return state if new is None else new
 
 
+def weight_at(path: str) -> str | None:
+    """The path of the weight that an array of a state is; None for what is none."""
+    return next((path.removeprefix(x) for x in _WEIGHTS if path.startswith(x)), None)
+
+
 def source_of(path: str, layout: Layout, stored: Mapping[str, ArrayInfo]) -> str:
-    """Returns the path of the stored array that the array at `path` is read from."""
-    for prefix in (_FROZEN, MASTER):
-        if path.startswith(prefix):
-            return path if path in stored else PARAMS + path.removeprefix(prefix)
-    if path.startswith(PARAMS) and (path not in stored or stored[path].dtype != str(layout.dtype)):
-        frozen = _FROZEN + path.removeprefix(PARAMS)
-        if path not in stored and frozen in stored:
-            return frozen
-        if _master(path) in stored:
-            return _master(path)
-    return path
+    """Returns the path of the stored array that the array at `path` is read from.
+
+    A weight may be stored as another kind of array: as its master copy, frozen, or not trained.
+    """
+    weight = weight_at(path)
+    if weight is None or (path in stored and not path.startswith(PARAMS)):
+        return path
+    places = [x + weight for x in _WEIGHTS if x + weight in stored]
+    if len(places) > 1 and places[-1] == _OTHERS + weight:
+        places.pop()  # a field with the path of a parameter
+    return min(places, key=lambda x: stored[x].dtype != str(layout.dtype), default=path)
 
 
 def check_fit(
@@ -255,11 +279,11 @@ def check_fit(
     layouts: Mapping[str, Layout],
     sources: Mapping[str, str],
     cast: bool,
-    some: bool = False,
+    advice: str,
 ) -> None:
     """Raises a `GShardError` that lists each array in which a checkpoint differs from a state.
 
-    With `some`, only some arrays are restored.
+    `advice` says what to do if not only dtypes differ.
     """
     used = set(sources.values())
     # A parameter may be read from its master copy, and a master copy may be unused.
@@ -279,13 +303,7 @@ def check_fit(
                 dtypes.append(f"  {path} is {layout.dtype}, in the checkpoint {info.dtype}")
     fix = "Pass cast=True to convert them." if not cast else CASTS
     if wrong:
-        fix = (
-            "It is of another model or optimizer. To start from step 0, choose another directory. "
-            "For its weights alone: Checkpointer.restore(like=state, only='.'), or files of "
-            "gshard.save_safetensors."
-        )
-        if some:
-            fix = "It is of another model. Choose weights that both have with only=."
+        fix = advice
     if lines := [*wrong, *dtypes]:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         lines = ["the checkpoint does not fit the state:", *lines[:_SHOWN], *more, fix]

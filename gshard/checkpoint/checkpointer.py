@@ -16,7 +16,7 @@ from gshard._util import events
 from gshard._util.activity import spending
 from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.validation import check_integer, flag, shown
-from gshard.checkpoint.arrays import arrays_of, state_and_plan
+from gshard.checkpoint.arrays import arrays_of, refuse_waiting, state_and_plan
 from gshard.checkpoint.checksums import Damage, verify_step
 from gshard.checkpoint.data_state import packed_data_state
 from gshard.checkpoint.local.tier import LocalTier
@@ -58,7 +58,7 @@ class Checkpointer:
         all steps are kept.
       metric: the key of `metadata` that `keep_best` and `best_step` compare.
       mode: whether the lowest (`"min"`) or the highest (`"max"`) metric is best. A metric whose
-        name contains "loss" is best where it is lowest; with any other, both require it.
+        name contains "loss" is best where it is lowest; with any other, these two need `mode`.
       asynchronous: True lets `save` return when the arrays are copied to the host; the next `save`,
         `wait`, `restore`, `delete` or `close` waits until they are written. False lets `save` wait.
       writes: True locks the directory at once, so that a second job is refused before it trains;
@@ -134,11 +134,15 @@ class Checkpointer:
         return max((*self.all_steps(), *local), default=None)
 
     def best_step(self) -> int | None:
-        """The complete step of the directory with the best `metric`, or None: see `keep_best`."""
-        self._retention.check_mode("best_step")
+        """The step in the directory with the best `metric`; None if it has no steps.
+
+        Of equal ones it is the newest. Steps that are in `local` alone do not count.
+
+        Raises:
+          GShardError: no step has a finite metric, or `mode` is missing.
+        """
         with store_errors_explained():
-            ranked = self._retention.ranked(readable_metadata(self._store))
-        return ranked[0] if ranked else None
+            return self._retention.best_of(readable_metadata(self._store), str(self._store))
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
         """The metadata that `save` was given for a step, by default the newest."""
@@ -329,9 +333,9 @@ class Checkpointer:
             damaged ones, which the next save sets aside.
           like: what `shard_train_state` returned: the state, or `(abstract state, plan)`, which
             holds no arrays. An NNX `(model, optimizer)` is changed in place, and returned.
-          only: a regular expression, or several: weights whose path contains a match are restored
-            (`"."` for all), and the others stay as they are in `like`. So do the optimizer's state,
-            the step and random keys, and the checkpoint may be of another optimizer.
+          only: a regular expression, or several: restores only the weights whose path contains a
+            match, `"."` for all. Other weights, the optimizer's state, the step and random keys
+            keep their values in `like`, and the checkpoint's optimizer does not matter.
           verify: False skips the comparison of the files with their checksums.
           cast: True converts arrays of another floating dtype, and of another integer dtype.
 
@@ -351,6 +355,8 @@ class Checkpointer:
             local = set() if self._local is None else self._local.steps
             there = sorted({*self.all_steps(), *local})
             asked = None if step is None else existing_step(self._store, step, there)
+            if only is not None:
+                refuse_waiting(like)
             return *state_and_plan(like, "restore(like=...)"), asked
 
         what = f"restore(step={shown(step)}, verify={shown(verify)}, cast={shown(cast)})"
@@ -364,7 +370,7 @@ class Checkpointer:
                 readers = [stack.enter_context(x.reader(verify)) for x in self._writers()]
                 tiers = [*map(Tier, self._writers(), readers)]
                 found = restore(tiers, asked, state, plan, cast, only)
-            if only is not None:  # the state is another one than that of the step
+            if only is not None:  # the state is not the one that was saved
                 return found
             if self._local is not None:
                 self._local.forget(lambda own: own > found.step)

@@ -21,7 +21,7 @@ from gshard.checkpoint.undamaged import (
     find_undamaged,
     steps_everywhere,
 )
-from gshard.checkpoint.weights import parts_to_restore, warn_of_averages, with_copies
+from gshard.checkpoint.weights import parts_to_restore, warn_of_choice, with_copies
 from gshard.distributed.agree import run_on_all
 from gshard.sharding.plan import Plan
 from gshard.train.optim.optimizer_info import difference, optimizer_info
@@ -102,7 +102,7 @@ def restore(
                 continue  # another job has deleted it meanwhile
             raise
         if only is not None:
-            warn_of_averages(state, plan, only, "restore")
+            warn_of_choice(plan, only, "restore")
         return make_restored()
 
 
@@ -130,7 +130,9 @@ def _read(
     where = str(tier.writer.store)
 
     def make_restored() -> Restored[Any]:
-        own = with_copies(components, plan, "restore") if kept else components
+        own = components
+        if kept:
+            own = with_copies(components, plan.kind.split(state), plan, "restore")
         return Restored(step, with_components(own, state, plan), data, metadata, where)
 
     return make_restored

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, some
 from gshard._util.validation import check_integer, shown
 from gshard.checkpoint.step_info import StepInfo
 from gshard.checkpoint.store import Store
@@ -17,8 +18,8 @@ from gshard.checkpoint.store import Store
 class RetentionPolicy:
     """Which steps are kept: the newest, and each that any rule selects. Without rules, all.
 
-    The fields are the arguments of `Checkpointer`. Steps without the metric, or with NaN, are not
-    among the best.
+    The fields are the arguments of `Checkpointer`. Steps without the metric, or where it is not
+    finite, are not among the best.
     """
 
     last: int | None = None
@@ -63,11 +64,26 @@ class RetentionPolicy:
         return [step for step in steps if step not in kept]
 
     def ranked(self, metadata: Mapping[int, Mapping[str, Any]]) -> list[int]:
-        """The steps that have the metric, the best first, and of equal ones the newest."""
+        """The steps with a finite metric, the best first, and of equal ones the newest."""
         known: dict[int, Any] = {step: x.get(self.metric) for step, x in metadata.items()}
         sign = -1 if self.mode == "max" else 1
-        pairs = sorted((sign * x, -s) for s, x in known.items() if _is_number(x) and x == x)
+        finite = {s: x for s, x in known.items() if _is_number(x) and math.isfinite(x)}
+        pairs = sorted((sign * x, -step) for step, x in finite.items())
         return [-step for _, step in pairs]
+
+    def best_of(self, metadata: Mapping[int, Mapping[str, Any]], where: str) -> int | None:
+        """The best step; None without steps, and an error if none has the metric."""
+        self.check_mode("best_step")
+        if not metadata:
+            return None
+        if ranked := self.ranked(metadata):
+            return ranked[0]
+        names = sorted({repr(name) for x in metadata.values() for name in x})
+        raise GShardError(
+            f"best_step: no step in {where} has a finite {self.metric!r} in its metadata, which "
+            f"has {some(names) or 'nothing'}. Save it with metadata=, or name another metric: "
+            "Checkpointer(metric=)."
+        )
 
     def check(self, metadata: Mapping[str, Any]) -> None:
         """Raises a `GShardError` for metadata without the metric that `best` needs."""

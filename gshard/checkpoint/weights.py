@@ -7,7 +7,8 @@ with every precision. The optimizer's state is none of them, nor are random keys
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +16,8 @@ import jax.numpy as jnp
 
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import flatten, same_leaves
-from gshard._util.validation import names_of, pattern, shown, warn_of_cut_numbers
-from gshard.checkpoint.arrays import ArrayInfo, layouts_of
+from gshard._util.validation import pattern, shown, warn_of_cut_numbers
+from gshard.checkpoint.arrays import ArrayInfo, layouts_of, weight_at
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
@@ -24,9 +25,8 @@ from gshard.sharding.validate import refuse_abstract, refuse_donated
 from gshard.train.optim.made_of_params import layouts_made_of_params, make_of_params
 from gshard.train_state import PARAMETERS, Components
 
-_OTHERS = "non_trainable/"
-_OF_PARAMETERS = ("params/", "opt_state/", *(f"{_OTHERS}{x}/" for x in PARAMETERS))
-_PREFIXES = ("params/", "opt_state/master/", *_OF_PARAMETERS[2:], _OTHERS)
+_FIELDS = "non_trainable/"
+_PARAMETERS = tuple(f"{_FIELDS}{x}/" for x in PARAMETERS)
 
 
 class Weight(NamedTuple):
@@ -41,8 +41,8 @@ def name_of(layout: Layout) -> str:
     return layout.path.replace("/", ".")
 
 
-def weights_of(components: Components, plan: Plan, call: str) -> dict[str, Weight]:
-    """The weights of a state by name, after comparing the state with its plan."""
+def weights_of(components: Components, plan: Plan, call: str) -> list[Weight]:
+    """The weights of a state, after comparing the state with its plan."""
     same_leaves(components.params, flatten(plan.params)[0], f"{call}: the state is")
     same_leaves(components.non_trainable, flatten(plan.non_trainable)[0], f"{call}: the state is")
     leaves = jax.tree.leaves((components.params, components.non_trainable, components.opt_state))
@@ -64,13 +64,18 @@ def weights_of(components: Components, plan: Plan, call: str) -> dict[str, Weigh
             f"{call}: the arrays of the state do not have the layouts of its plan: "
             f"{some(wrong, most=3)}. Pass what gshard.shard_train_state or a step returned."
         )
+    return weights
+
+
+def named(weights: Iterable[Weight], call: str) -> dict[str, Weight]:
+    """The weights by the names that they have in a file."""
     found: dict[str, Weight] = {}
     for weight in weights:
         name = name_of(weight.layout)
         if name in found:
             raise GShardError(
                 f"{call}: {found[name].layout.path} and {weight.layout.path} would both be called "
-                f"{name!r} in a file. Rename one of them."
+                f"{name!r} in the file. Rename one of them."
             )
         found[name] = weight
     return found
@@ -111,46 +116,77 @@ def chosen(weights: Mapping[str, Weight], only: Any, call: str) -> dict[str, Wei
     if only is None:
         return dict(weights)
     found: set[str] = set()
-    if not (texts := names_of("only", only)):
+    if not (patterns := _patterns(only, call)):
         raise GShardError(f"{call}: only=[] chooses nothing. Pass a pattern, or None for all.")
-    for text in texts:
-        regex = pattern(text, "only")
+    for regex in patterns:
         fits = {name for name, weight in weights.items() if regex.search(weight.layout.path)}
         if not fits:
             paths = some(weight.layout.path for weight in weights.values())
-            raise GShardError(f"{call}: only={shown(text)} fits no weight. There are {paths}.")
-        warn_of_cut_numbers(f"{call}: only", text, [x.layout.path for x in weights.values()])
+            raise GShardError(
+                f"{call}: only={regex.pattern!r} matches no weight. There are {paths}."
+            )
         found |= fits
     return {name: weight for name, weight in weights.items() if name in found}
 
 
-def warn_of_averages(state: Any, plan: Plan, only: Any, call: str) -> None:
-    """Warns of arrays with the names and shapes of chosen parameters that are not chosen.
+def _patterns(only: Any, call: str) -> list[re.Pattern[str]]:
+    texts = [only] if isinstance(only, str) else only
+    if not isinstance(texts, (list, tuple, set, frozenset)):
+        raise GShardError(f"{call}: only={shown(only)} must be a regular expression, or several.")
+    return [pattern(text, f"{call}: only=") for text in texts]
 
-    They are averages of the parameters, as a rule, which would be of other ones from now on.
+
+def warn_of_choice(plan: Plan, only: Any, call: str) -> None:
+    """Warns of patterns that match more than they seem to, and of averages that they leave out.
+
+    Averages of the parameters have the same names and shapes, in a field of their own. If they are
+    left out, they are those of other parameters from now on.
     """
-    wanted = chosen(weights_of(plan.kind.split(state), plan, call), only, call).values()
-    shapes = {x.layout.path: x.layout.shape for x in wanted}
+    places = {path: weight_at(path) for path in layouts_of(plan)}
+    weights = {name for name in places.values() if name is not None}
+    patterns = _patterns(only, call)
+    warn_of_cut_numbers(f"{call}: only", [x.pattern for x in patterns], weights)
+    shapes = {
+        weight: x.shape
+        for x, weight in zip(layouts_of(plan).values(), places.values(), strict=True)
+        if weight is not None
+    }
+    fields = {
+        weight
+        for path, weight in places.items()
+        if weight is not None and path.startswith(_FIELDS) and not path.startswith(_PARAMETERS)
+    }
+    params = weights - fields
 
-    def is_left(path: str, layout: Layout) -> bool:
-        if path.startswith(_OF_PARAMETERS) or layout.path in shapes:
-            return False
-        names = layout.path.split("/")
-        ends = ("/".join(names[i:]) for i in range(1, len(names)))
-        return any(shapes.get(end) == layout.shape for end in ends)
+    def twin(weight: str) -> str | None:
+        """The parameter that has this name in its own field, or behind it."""
+        first, _, rest = weight.partition("/")
+        ends = [x for x in params if x == rest or (x.partition("/")[2] == rest != "")]
+        return next((x for x in ends if shapes[x] == shapes[weight]), None)
 
-    if left := [x.path for path, x in layouts_of(plan).items() if is_left(path, x)]:
+    def is_chosen(weight: str) -> bool:
+        return any(x.search(weight) for x in patterns)
+
+    groups: dict[str, list[str]] = {}
+    for weight in sorted(fields):
+        groups.setdefault(weight.partition("/")[0], []).append(weight)
+    left: list[str] = []
+    for group in groups.values():
+        twins = {x: twin(x) for x in group}
+        if all(twins.values()):
+            left += [x for x, y in twins.items() if y and is_chosen(y) and not is_chosen(x)]
+    if left:
         warn(
-            f"{call}: only= leaves out {some(left)}, with the names and shapes of parameters that "
-            "it chooses. If they are averages of these (EMA), they stay those of the old values: "
-            "choose them too, or set them to the new parameters."
+            f"{call}: only= chooses parameters, but not {some(left)}, which have the same names "
+            "and shapes. If they are averages of the parameters (EMA), they are still averages of "
+            "the old ones: add them to only=, or copy the new parameters into them."
         )
 
 
 def parts_to_restore(
     state: Any, plan: Plan, only: Any, stored: Mapping[str, ArrayInfo]
 ) -> tuple[Mapping[str, ArrayInfo], dict[str, jax.Array]]:
-    """What of a checkpoint to restore, and the arrays of a state that stay, both by path.
+    """Which arrays of a checkpoint to restore, and the arrays of a state that stay, both by path.
 
     `stored` is what the checkpoint says of each array. All of it is restored if `only` is None;
     otherwise the weights that it chooses.
@@ -160,41 +196,43 @@ def parts_to_restore(
     components = plan.kind.split(state)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(components.params)):
         raise GShardError(
-            "restore: only= keeps the other arrays of like=, which has none: it is abstract. Pass "
-            "a state with values."
+            "restore: only= keeps the other arrays of like=, but an abstract like= has no arrays. "
+            "Pass a state with values."
         )
-    wanted = chosen(weights_of(components, plan, "restore"), only, "restore")
-    own = {weight.layout.path for weight in wanted.values()}
-    regexes = [pattern(text, "only") for text in names_of("only", only)]
+    weights = {x.layout.path: x for x in weights_of(components, plan, "restore")}
+    own, patterns = chosen(weights, only, "restore"), _patterns(only, "restore")
 
-    def is_chosen(path: str, info: ArrayInfo) -> bool:
-        weight = _weight_at(path)
+    def is_chosen(path: str) -> bool:
+        weight = weight_at(path)
         if weight is None or weight in own:
             return weight is not None
-        # What the state lacks is refused, unless it is a count of random numbers or a key.
-        is_random = path.startswith(_OTHERS) and not info.dtype.startswith(("float", "bfloat"))
-        return not is_random and any(x.search(weight) for x in regexes)
+        # What the state lacks is an error later on, but for generators of random numbers.
+        return not _is_random(path, stored) and any(x.search(weight) for x in patterns)
 
     paths, arrays, _ = flatten(components)
-    kept = {p: x for p, x in zip(paths, arrays, strict=True) if _weight_at(p) not in own}
-    return {path: info for path, info in stored.items() if is_chosen(path, info)}, kept
+    kept = {p: x for p, x in zip(paths, arrays, strict=True) if weight_at(p) not in own}
+    return {path: info for path, info in stored.items() if is_chosen(path)}, kept
 
 
-def _weight_at(path: str) -> str | None:
-    """The path of the weight that is at a path of a state; None for what is none."""
-    return next((path.removeprefix(x) for x in _PREFIXES if path.startswith(x)), None)
+def _is_random(path: str, stored: Mapping[str, ArrayInfo]) -> bool:
+    """Whether a stored array is a key, or the counter beside one."""
+    beside = stored.get(path.removesuffix("/count") + "/key")
+    return any(x is not None and x.dtype.startswith("key<") for x in (stored[path], beside))
 
 
-def with_copies(components: Components, plan: Plan, call: str) -> Components:
+def with_copies(components: Components, old: Components, plan: Plan, call: str) -> Components:
     """Replaces the optimizer's copies of the parameters, or warns of them after the first step."""
+    pairs = zip(*(jax.tree.leaves(x.params) for x in (components, old)), strict=True)
+    if all(x is y for x, y in pairs):
+        return components
     copies = layouts_made_of_params(plan)
     if copies == []:
         return components
     if copies is None:
         warn(
             f"{call}: the optimizer's init cannot be traced, so whether its state has copies of "
-            "the parameters is not known. If it has, shard (gshard.full_params(state), tx) after "
-            "loading; its moments and the step begin again from 0."
+            "the parameters is not known. If it has, shard (gshard.full_params(state), tx) "
+            "afterwards; its moments and the step begin again from 0."
         )
         return components
     step = int(full_on_host(components.step, plan.layouts.step))
@@ -202,9 +240,9 @@ def with_copies(components: Components, plan: Plan, call: str) -> Components:
         new = make_of_params(plan, copies, components.params, components.opt_state)
         return dataclasses.replace(components, opt_state=new)
     warn(
-        f"{call}: the optimizer's state still belongs to the parameters before this load: "
-        f"{some(x.path for x in copies)} (step {step}). The next steps may undo what was loaded. "
-        "Load before the first step; or shard (gshard.full_params(state), tx) after loading, with "
-        "new moments from step 0."
+        f"{call}: the optimizer's state still has copies of the earlier parameters: "
+        f"{some(x.path for x in copies)} (step {step}). The next steps may undo what was read. "
+        "Read weights before the first step; or shard (gshard.full_params(state), tx) afterwards, "
+        "with new moments from step 0."
     )
     return components

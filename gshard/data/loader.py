@@ -6,6 +6,7 @@ position of a loader is two numbers, so that training can continue where it stop
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -32,6 +33,8 @@ from gshard.distributed.machines import advice
 from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.plan import Plan
 
+_ENDLESS = sys.maxsize // 2  # examples, as of `grain.MapDataset.repeat()`
+
 
 class DataLoader:
     """Iterates over a source in global batches, which a thread reads ahead.
@@ -52,8 +55,9 @@ class DataLoader:
       shuffle: False keeps the order of the source.
       num_epochs: epochs that one `for` gives; None for no end.
       drop_remainder: leave out the examples that do not fill a batch at the end of an epoch. With
-        False the last batch is smaller, and must be a multiple of the devices too. None: True, with
-        a warning if `shuffle` is False, since these are the same examples in every epoch.
+        False the last batch is smaller, and must be a multiple of the devices too. The default,
+        None, drops them, and warns if `shuffle` is False, because the same examples are then missed
+        in every epoch.
       pad_last: fill the last batch of an epoch with examples that it has already, instead of
         dropping it. Every batch, a dictionary, then has a boolean array `"mask"`, one entry for
         each example: False for those that fill it. A device may have only those: with
@@ -111,18 +115,27 @@ class DataLoader:
             "checksum": self._source.checksum,
         }
         _check_sizes(self._source.length, size, drop, plan.group.batch_shards, self._pads)
-        if drop and not shuffle and not is_asked and (left := self._source.length % size):
-            warn(
-                f"the last {left} of {self._source.length} examples are never read: they fill no "
-                f"batch of {size}, and shuffle=False. pad_last=True reads them too; "
-                "drop_remainder=True says that this is meant."
-            )
+        if drop and not shuffle and not is_asked and self._source.length < _ENDLESS:
+            self._warn_of_unread(size)
         self._has_padding = self._pads and self._source.length % size > 0
         if self._pads:
             self._source.check_takes_mask()
         self._order: tuple[int, np.ndarray] | None = None  # an epoch, and its permutation
         self._epoch = self._position = 0
         self._iteration = 0  # how often an iteration began, or a state was loaded
+
+    def _warn_of_unread(self, size: int) -> None:
+        left = self._source.length % size
+        if left and self._source.takes_mask:
+            how = "pad_last=True fills a batch with them"
+        else:
+            how = "drop_remainder=False gives a smaller batch, if the devices divide it"
+        if left:
+            warn(
+                f"the last {left} of {self._source.length} examples are never read: they fill no "
+                f"batch of {size}, and shuffle=False. {how}; pass drop_remainder=True if that is "
+                "intended."
+            )
 
     def __len__(self) -> int:
         """Number of batches of one epoch."""

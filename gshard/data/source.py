@@ -50,11 +50,17 @@ class Source:
         self.form.append(describe_structure(self._structure))
         self.checksum: int = self._checksum() if self._has_arrays or isinstance(data, list) else 0
 
-    def check_takes_mask(self) -> None:
-        """Checks that an example is a dictionary without a `"mask"`."""
+    @property
+    def takes_mask(self) -> bool:
+        """Whether an example is a dictionary without a `"mask"`."""
         example = self._structure.unflatten(self._forms)
-        is_dict = isinstance(example, dict)
-        if not is_dict or MASK in example:
+        return isinstance(example, dict) and MASK not in example
+
+    def check_takes_mask(self) -> None:
+        """Raises a `GShardError` unless an example is a dictionary without a `"mask"`."""
+        if not self.takes_mask:
+            example = self._structure.unflatten(self._forms)
+            is_dict = isinstance(example, dict)
             what = f"has {MASK!r} already" if is_dict else f"is a {type(example).__name__}"
             raise GShardError(
                 f"pad_last=True adds an array {MASK!r} to every batch, so an example must be a "

@@ -64,9 +64,9 @@ def kept_params(
                 f"keep: the pattern {text!r} matches no parameter.{did_you_mean(text, params)} "
                 f"There are {some(sorted(params))}."
             )
-        validation.warn_of_cut_numbers("keep", text, [*params, *untrained])
         _warn_of_unlike(text, dim, {path: tuple(params[path].shape) for path in found})
         asked |= found
+    validation.warn_of_cut_numbers("keep", keep or (), [*params, *untrained])
     axes = sorted({axis for axis, _ in asked.values()})
     if len(axes) > 1:
         raise GShardError(

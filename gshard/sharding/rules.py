@@ -281,14 +281,16 @@ def as_rules(rules: Any) -> list[Rule]:
 
 def warn_of_unused(argument: str, patterns: Any, paths: Sequence[str]) -> None:
     """Warns of path patterns that match no path, since they would do nothing."""
-    for text in patterns if isinstance(patterns, Mapping) else ():
+    if not isinstance(patterns, Mapping):
+        return
+    for text in patterns:
         compiled = validation.pattern(text, argument)
         if not any(compiled.search(path) for path in paths):
             warn(
                 f"{argument}: the pattern {text!r} matches no path.{did_you_mean(text, paths)} "
                 f"There are {some(paths)}."
             )
-        validation.warn_of_cut_numbers(argument, text, paths)
+    validation.warn_of_cut_numbers(argument, patterns, paths, in_order=argument != "frozen")
 
 
 ScanAxes = Mapping[str, int] | Sequence[str] | None

@@ -38,9 +38,9 @@ _MODULUS = 61
 _SMALL = 2**16  # elements of an array that may be kept
 _compared: dict[Any, int] = {}  # how many programs, by mesh
 _ABOUT_TRACERS = (
-    "gshard traces a loss before its derivative. If the value above is used in the backward pass "
-    "of a jax.custom_vjp that is made in the loss, pass it to that function as an argument, and "
-    "return it from the forward pass among the residuals."
+    "gshard traces the loss before it differentiates it, so the functions of a jax.custom_vjp "
+    "cannot use a value of the loss that is not passed to them. Make the value above an argument, "
+    "and return it from the forward pass among the residuals if the backward pass needs it."
 )
 
 

@@ -38,8 +38,9 @@ from gshard.checkpoint.step_files import store_errors_explained
 from gshard.checkpoint.weights import (
     Weight,
     chosen,
+    named,
     replace_weights,
-    warn_of_averages,
+    warn_of_choice,
     weights_of,
     with_copies,
 )
@@ -119,7 +120,7 @@ def load_safetensors(
     def read() -> Any:
         convert, names = flag("cast", cast), name_map_of(name_map, _CALL)
         file = place_of(path, _CALL, _file_at)
-        weights = weights_of(components, plan, _CALL)
+        weights = named(weights_of(components, plan, _CALL), _CALL)
         wanted = chosen(weights, only, _CALL)
         pieces = pieces_of(wanted, names, _CALL)
         others = {name: x for name, x in weights.items() if name not in wanted}
@@ -147,11 +148,9 @@ def load_safetensors(
         return new
 
     new = run_on_all(read, plan.mesh, call=_CALL)
-    pairs = zip(*(jax.tree.leaves(x.params) for x in (components, new)), strict=True)
-    if any(x is not y for x, y in pairs):
-        new = with_copies(new, plan, _CALL)
+    new = with_copies(new, components, plan, _CALL)
     if only is not None:
-        warn_of_averages(state, plan, only, _CALL)
+        warn_of_choice(plan, only, _CALL)
     if wrapped is not None:  # a new one would lack what this one keeps, such as its gradients
         return with_components(new, state, plan)
     return plan.kind.merge(new, state, plan.kind.tx(state))

@@ -29,7 +29,7 @@ from gshard.checkpoint.safetensors.name_maps import name_map_of
 from gshard.checkpoint.safetensors.place import Place, new_file, place_of
 from gshard.checkpoint.safetensors.tensors import Group, Tensor, groups_of, pieces_of
 from gshard.checkpoint.step_files import store_errors_explained
-from gshard.checkpoint.weights import Weight, chosen, weights_of
+from gshard.checkpoint.weights import Weight, chosen, named, weights_of
 from gshard.distributed.agree import run_on_all
 from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.host_arrays import full_on_host, plan_of, stored_on_host
@@ -104,7 +104,7 @@ def save_safetensors(
             target, most = place_of(path, _CALL), _limit(max_shard_bytes)
             names = name_map_of(name_map, _CALL)
             components = plan.kind.split(state)
-            weights = chosen(weights_of(components, plan, _CALL), only, _CALL)
+            weights = chosen(named(weights_of(components, plan, _CALL), _CALL), only, _CALL)
             check_writable(weights, _CALL)
             groups = groups_of(weights, pieces_of(weights, names, _CALL), _CALL)
             step = int(full_on_host(components.step, plan.layouts.step))

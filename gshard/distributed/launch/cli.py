@@ -225,11 +225,8 @@ def request(words: list[str]) -> Request:
     if os.path.isdir(asked.script) and not asked.module:
         if not os.path.exists(os.path.join(asked.script, "__main__.py")):
             raise GShardError(f"{asked.script!r} is a folder without __main__.py. Name a script.")
-    if asked.module and not _has_module(asked.script.partition(".")[0]):
-        raise GShardError(
-            f"-m: there is no module {asked.script!r} in this folder or among the packages of "
-            f"{sys.executable}."
-        )
+    if asked.module and (wrong := _wrong_module(asked.script)):
+        raise GShardError(f"-m {asked.script}: {wrong}")
     if not asked.module and asked.script.startswith(("/dev/", "/proc/")):
         raise GShardError(
             f"{asked.script!r} is no file that every process can read. Save the script in a file."
@@ -261,10 +258,32 @@ def request(words: list[str]) -> Request:
     return asked
 
 
-def _has_module(name: str) -> bool:
-    """Whether the job's processes, which look in this folder too, find a module."""
-    found = importlib.util.find_spec(name) if name else None
-    return (found or importlib.machinery.PathFinder.find_spec(name, [os.getcwd()])) is not None
+def _wrong_module(name: str) -> str:
+    """What is wrong with the module of `-m`; empty if the job's processes find it.
+
+    Nothing is imported, and what an import hook provides is not known: that is taken for right.
+    """
+    if os.path.isfile(name):
+        return "it is a file. Leave out -m."
+    if "/" in name:
+        return f"a module is named with dots: {name.strip('/').replace('/', '.')}."
+    first, *rest = name.split(".")
+    find = importlib.machinery.PathFinder.find_spec
+    try:
+        found = importlib.util.find_spec(first) or find(first, [os.getcwd()])
+    except ValueError:  # of an empty name
+        found = None
+    if first == "__main__":  # that of this process
+        found = None
+    for part in rest:
+        inside = found and found.submodule_search_locations
+        found = find(part, list(inside)) if inside else None
+    if found is None:
+        return f"it is neither in this folder nor among the packages of {sys.executable}."
+    inside = found.submodule_search_locations
+    if inside is not None and find("__main__", list(inside)) is None:
+        return "it is a package without __main__.py. Name a module in it."
+    return ""
 
 
 def _read_machines(asked: Request) -> None:

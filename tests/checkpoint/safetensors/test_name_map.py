@@ -346,7 +346,7 @@ def test_only_some_weights(tmp_path, level):
     for call in (gshard.save_safetensors, gshard.load_safetensors):
         with pytest.raises(gshard.GShardError, match=r"only=\[\] chooses nothing"):
             call(state, tmp_path / "x", only=[])
-        with pytest.raises(gshard.GShardError, match="only='adapter' fits no weight"):
+        with pytest.raises(gshard.GShardError, match="only='adapter' matches no weight"):
             call(state, tmp_path / "x", only=["lora", "adapter"])
 
 
