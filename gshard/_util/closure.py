@@ -155,9 +155,9 @@ class OutsideValues:
         self._before = now
         if changed:
             warn(
-                f"{self._what} reads {some(changed)} from outside, which has changed since the "
-                "last call: a compiled program goes on with the value of when it was compiled. "
-                "Pass a number in the batch, as an array without dimensions "
+                f"{self._what} reads {some(changed)} from outside, and that has changed since the "
+                "last call, but the compiled program still uses the value from when it was "
+                "compiled. Pass a number in the batch, as a scalar array "
                 '(batch["scale"] = np.float32(scale)), and make another model a part of the one '
                 "that is trained (docs/losses.md, What a loss reads from outside)."
             )

@@ -115,8 +115,8 @@ def check_array(x: Any, where: str) -> None:
     except (TypeError, ValueError) as error:
         if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
             raise GShardError(
-                f"{where} has dtype {x.dtype.str}, in an order of bytes or a size that JAX does "
-                "not take: pass x.astype(np.float32), or another type of NumPy's."
+                f"{where} has dtype {x.dtype.str}, whose byte order or size JAX does not "
+                "support: pass x.astype(np.float32), or another native NumPy dtype."
             ) from error
         raise GShardError(
             f"{where} is {shown(x)} ({type(x).__module__}) where an array is expected. Pass NumPy "

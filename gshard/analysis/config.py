@@ -152,8 +152,8 @@ def _config_of(values: dict[str, Any], where: str) -> Config:
         target = parse_target(values["target"])
         if devices not in (None, target.devices):
             raise GShardError(
-                f"{where}: devices={devices}, and target {target.text} has {target.devices}. Give "
-                "one of both."
+                f"{where}: devices={devices}, but target {target.text} has {target.devices}. Give "
+                "only one of the two."
             )
         devices = target.devices
     return Config(

@@ -235,9 +235,9 @@ class Checkpointer:
             return self._writer, None
         if missed is not None:
             warn(
-                f"save was not called for step {missed}, but before it and for {number}, so "
-                f"{self._store} does not get that step (every={self._rhythm.every}). Call save "
-                "after each step: it ignores those that are not to be saved."
+                f"save was called for earlier steps and for step {number}, but not for step "
+                f"{missed}, so {self._store} does not get that step (every={self._rhythm.every}). "
+                "Call save after each step: it ignores those that are not to be saved."
             )
         if self._local is None or not self._rhythm.is_local(number):
             return None, f"step, {number}, was not saved"
@@ -419,8 +419,8 @@ class Checkpointer:
             raise CallOrderError("this Checkpointer is closed. Make another one.")
         if not threading.main_thread().is_alive():
             raise CallOrderError(
-                "Python is ending (in an atexit function, or a thread that outlives the main one), "
-                "and a save can start no thread any more. Save before the script ends."
+                "Python is ending (this is an atexit function, or a thread that outlives the main "
+                "one), so a save can no longer start a thread. Save before the script ends."
             )
 
     def _run(self, writer: StepWriter, action: Callable[[], None]) -> None:

@@ -41,9 +41,9 @@ def read_data_state(step: StepFiles, processes: int) -> Any:
             return None
         if any(listed.get(name) != listed.get(names[0]) for name in names):
             warn(
-                f"{step}/{DATA} holds another data state for each of the {processes} processes "
-                f"that wrote it, and there are {now} now: none is restored. A gshard.DataLoader "
-                "has one that holds for any number of processes."
+                f"{step}/{DATA} holds a different data state for each of the {processes} "
+                f"processes that wrote it, but there are {now} processes now, so none is "
+                "restored. The state of a gshard.DataLoader is valid for any number of processes."
             )
             return None
     name = names[jax.process_index() if processes == now else 0]

@@ -34,8 +34,8 @@ def lock(directory: Path) -> int:
         os.close(descriptor)
         if stat.S_ISREG(about.st_mode):
             raise GShardError(
-                f"{path} is a file with a second name, as `cp -al` and some backups make it, and "
-                f"gshard would change that copy too. Remove {path}: a new one is made."
+                f"{path} has a second hard link, as `cp -al` and some backups create, and gshard "
+                f"would change that copy too. Remove {path}: gshard makes a new one."
             )
         raise refused
     closed_in_forks.add(descriptor)

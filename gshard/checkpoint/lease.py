@@ -91,9 +91,10 @@ class Lease:
         """Raises a `CallOrderError` if another process has taken it over."""
         if not self.is_held():
             raise CallOrderError(
-                f"{self._bucket}: {_who(self._newest()[1] or {})} writes its checkpoints "
-                "there since this process did not renew its lease in time, for example because it "
-                "was suspended. Nothing more is written; end one of the two."
+                f"{self._bucket}: this process did not renew its lease in time, for example "
+                "because it was suspended, so another process took over: now "
+                f"{_who(self._newest()[1] or {})} writes its checkpoints there. This process "
+                "writes nothing more. End one of the two."
             )
 
     def release(self) -> None:

@@ -236,6 +236,6 @@ def _tree_in(path: Any) -> Path:
         return inside[0]
     names = [x.name for x in inside or sorted(folder.iterdir()) if x.is_dir()]
     raise GShardError(
-        f"import_orbax: {folder} holds no single tree of arrays, but {some(names) or 'nothing'}. "
-        "Pass the folder of one, with its step."
+        f"import_orbax: {folder} is not the folder of one saved tree of arrays. It holds "
+        f"{some(names) or 'nothing'}. Pass the folder of one tree, including its step."
     )

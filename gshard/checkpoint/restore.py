@@ -123,8 +123,8 @@ def _read(
         components = read_components(read, stored, plan, cast, kept=kept)
     if not kept and info.optimizer and (said := difference(info.optimizer, optimizer_info(plan))):
         warn(
-            f"{files} was saved with another optimizer than like= has: {said}. Its state "
-            "is restored, and training goes on with yours."
+            f"{files} was saved with another optimizer than that of like=: {said}. The saved "
+            "optimizer state is restored, and training continues with the optimizer of like=."
         )
     data, metadata = read_data_state(files, info.processes), dict(info.metadata)
     where = str(tier.writer.store)

@@ -302,7 +302,7 @@ def given_config(
         dest = name.removeprefix("--")
         parser.add_argument(name, dest=dest, metavar="X", default=argparse.SUPPRESS)
     too_many = (
-        "{first!r} is one word too many. There is one CONFIG, and several values of an option are "
+        "unexpected argument {first!r}. Give only one CONFIG, and several values of an option "
         "joined by commas, such as --levels os,os_g."
     )
     given = parsed(parser, words, too_many)

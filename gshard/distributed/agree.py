@@ -190,8 +190,9 @@ def _all_gather_or_raise(fault: GShardError, message: bytes, mesh: Any) -> dict[
     thread.join(FAULT_WARN_AFTER)
     if thread.is_alive():
         warn(
-            f"This process will raise: {fault} But for {FAULT_WARN_AFTER:g} s the other processes "
-            f"have not come to learn of it. It waits {FAULT_TIMEOUT - FAULT_WARN_AFTER:g} s more."
+            f"This process has found an error: {fault} It has waited {FAULT_WARN_AFTER:g} s to "
+            "tell the other processes of it, but they have not made this call. It waits "
+            f"{FAULT_TIMEOUT - FAULT_WARN_AFTER:g} s more, then raises the error."
         )
         thread.join(FAULT_TIMEOUT - FAULT_WARN_AFTER)
     if result and isinstance(result[0], dict):
@@ -280,7 +281,7 @@ def run_on_all(
     if len({other["what"] for other in found.values()} - {""}) > 1:
         others = ", ".join(f"{x['what']} (process {rank})" for rank, x in found.items())
         raise GShardError(
-            f"the processes do not do the same: {others}. Make the same calls on every process."
+            f"the processes made different calls: {others}. Make the same calls on every process."
         )
     if isinstance(error, GShardError):
         raise error

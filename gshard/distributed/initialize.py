@@ -42,8 +42,9 @@ def warn_if_not_joined() -> None:
         )
     elif (torch := env_vars.of_torchrun()) is not None:
         warn(
-            f"RANK and WORLD_SIZE say that this process is one of {torch}, as of torchrun. gshard "
-            "does not read them: each trains alone. Start the script by `gshard launch`, or call "
+            f"RANK and WORLD_SIZE, which torchrun sets, say that this process is one of {torch}. "
+            "gshard does not read them, so each process trains alone. Start the script by "
+            "`gshard launch`, or call "
             "gshard.distributed.initialize(coordinator_address, num_processes, process_id)."
         )
 
@@ -259,10 +260,10 @@ def _join_detected(
             raise GShardError(f"initialize: {error}") from error
         if several:
             raise GShardError(
-                f"initialize: {several[0]} says that this process is one of several, but "
-                "not where they meet, so that JAX detects none. Give coordinator_address, "
-                "num_processes and process_id; with num_processes=1, process_id=0 this process is "
-                "alone."
+                f"initialize: {several[0]} says that this process is one of several, but not at "
+                "which address they meet, so JAX cannot detect the others. Give "
+                "coordinator_address, num_processes and process_id; to run this process alone, "
+                "give num_processes=1, process_id=0."
             ) from error
 
 

@@ -321,7 +321,7 @@ def _bind(at: Address, shared: bool) -> socket.socket:
     try:
         *kind, _, target = socket.getaddrinfo(*at, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise GShardError(f"{at.host!r} is no address that this machine knows: {error}.") from error
+        raise GShardError(f"this machine cannot resolve the host {at.host!r}: {error}.") from error
     # A killed coordinator's gRPC connections keep the port for a minute, though nobody listens:
     # only a socket that shares can be bound then.
     for share in (True,) if shared else (False, True):

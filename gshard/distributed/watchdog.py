@@ -203,7 +203,7 @@ class Watchdog:
                 "Either the computation is slow, or a collective waits for a call that one process "
                 f"did not make.{end}"
             )
-        return f"{_SAME_CALLS} Work on one process alone is fine if it is meant.{end}"
+        return f"{_SAME_CALLS} Ignore this if one process is meant to work alone here.{end}"
 
     def _place(self) -> Place:
         return activity.place(self._devices.not_known_finished())

@@ -120,11 +120,12 @@ def _check(path: str, shape: Sequence[int], dim: int, group: Group, slices: int)
             another = "or sequence_order='contiguous'"
         raise GShardError(
             f"{where} has shape {list(shape)}: its sequences of {length} (dimension {dim}) cannot "
-            f"be shared by the {over}. Use sequences of {' or '.join(map(str, fitting))}, padded "
-            f"and with a mask in the loss, {another}. (Targets that are "
-            "inputs shifted by one: pass both, tokens[:, :-1] and tokens[:, 1:], or one array and "
-            f"shift in the loss. If dimension {dim} is no sequence, such as that of one-hot "
-            f"labels: sequence_dims={{{path!r}: None}} of shard_train_state.)"
+            f"be sharded evenly over the {over}. Use sequences of "
+            f"{' or '.join(map(str, fitting))} (padded, with a mask in the loss), {another}. "
+            "(If the targets are the inputs shifted by one, pass both, tokens[:, :-1] and "
+            "tokens[:, 1:], or one array and shift it in the loss. If dimension "
+            f"{dim} is not a sequence, as in one-hot labels, pass "
+            f"sequence_dims={{{path!r}: None}} to shard_train_state.)"
         )
 
 

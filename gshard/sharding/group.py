@@ -195,8 +195,9 @@ def data_group(
         shard += (SEQUENCE,) * (SEQUENCE in rest and SEQUENCE not in shard)
     if SEQUENCE in replica:
         raise GShardError(
-            f"replica_axes={replica} has {SEQUENCE!r}, whose devices share the sequence of an "
-            "example, and the state with it. Leave it out, or call an axis of replicas otherwise."
+            f"replica_axes={replica} has {SEQUENCE!r}, but the devices of that axis share the "
+            "sequence of an example, and shard the state. Leave it out, or give the axis of "
+            "replicas another name."
         )
     for argument, axes in (("shard_axes", shard), ("replica_axes", replica)):
         for axis in axes:

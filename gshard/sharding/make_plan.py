@@ -359,7 +359,7 @@ def _warn_of_data_axes(metadata: Mapping[str, Sequence[Any]], group: Group) -> N
         axis = min(paths)
         rest = tuple(name for name in group.shard if name not in paths) or ("shard",)
         warn(
-            f"the metadata of {some(paths[axis])} names the mesh axis {axis!r}, over which gshard "
-            "shards by its own rules: it is not followed there. If that axis is for tensor "
-            f"parallelism, name the axes that gshard shards over: shard_axes={rest}."
+            f"the metadata of {some(paths[axis])} names the mesh axis {axis!r}, but gshard shards "
+            "over that axis by its own rules and ignores the metadata for it. If the axis is for "
+            f"tensor parallelism, name the axes that gshard shards over: shard_axes={rest}."
         )

@@ -53,8 +53,9 @@ def warn_of_padding(closed_over: Sequence[Any]) -> None:
         if layout is not None:
             warn(
                 f"the loss closes over an array of shape {x.shape}, the shape in which gshard "
-                f"stores {layout.path} of shape {layout.shape}. If it is that one, it ends in "
-                "zeros, which the loss sees: pass it as a field of the train state, which comes in "
-                "its own shape; or close over gshard.full_params(state); or shard that state with "
+                f"stores {layout.path} of shape {layout.shape}. If it is that array, it is padded "
+                "with zeros, and the loss computes with them: pass it as a field of the train "
+                "state, which the loss gets without padding; or close over "
+                "gshard.full_params(state); or shard that state with "
                 'indivisible="replicate".'
             )

@@ -387,9 +387,9 @@ def check_optimizer(state: Any, plan: Plan, call: str) -> None:
     ours, given = ((x.init, x.update) for x in (plan.tx, tx.plan.tx))
     if given != ours:
         warn(
-            f"{call}: the state was sharded with another optimizer than this plan's, of the same "
-            "state; the plan's is used. To silence this, give both calls of "
-            "gshard.shard_train_state the same optimizer object."
+            f"{call}: the state was sharded with another optimizer than this plan's, whose state "
+            "has the same structure; the plan's optimizer is used. To silence this, give both "
+            "calls of gshard.shard_train_state the same optimizer object."
         )
 
 

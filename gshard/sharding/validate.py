@@ -142,10 +142,10 @@ def refuse_donated(leaves: list[Any]) -> None:
     if any(x.is_deleted() for x in leaves if _is_array(x)):
         raise DonatedStateError(
             "this train state, or a part of it, was given to an earlier step, which reused its "
-            "memory. Go on with what that step returned (state, metrics = step(state, batch)); if "
-            "Ctrl-C interrupted it before you had that, it is step.latest. An NNX model is updated "
-            "in place: arrays of it from before a step, such as nnx.state(model) or "
-            "nnx.clone(model), are gone after it; keep copy.deepcopy(model). Or make the step with "
+            "memory. Continue with what that step returned (state, metrics = step(state, batch)); "
+            "if Ctrl-C came before you received it, step.latest has it. An NNX model is updated in "
+            "place: a step deletes arrays taken from it before, such as nnx.state(model) or "
+            "nnx.clone(model); keep copy.deepcopy(model) instead. Or make the step with "
             "donate=False."
         )
 

@@ -105,8 +105,8 @@ def _fault_of(call: _Call, devices: int) -> str:
     known, total, squares, program, program_squares, state, state_squares = sums
     if program_squares * devices != program * program or known > devices:
         return (
-            f"call {call.call} of this step ran against another program of another process, or "
-            "the processes called their train steps and eval steps in different orders before. "
+            f"in call {call.call} of this step another process ran a different program, or the "
+            "processes had called their train steps and eval steps in different orders. "
             f"{_ADVICE}"
         )
     if state_squares * devices != state * state:

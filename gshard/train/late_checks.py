@@ -10,7 +10,10 @@ from gshard._util.errors import GShardError
 from gshard.sharding.plan import Plan
 from gshard.train_state.nonfinite import LATE
 
-_ADVICE = "Restore the last checkpoint: this state is not saved, and no step of its plan runs on."
+_ADVICE = (
+    "Restore the last checkpoint: this state cannot be saved, and all further calls of steps with "
+    "its plan are refused."
+)
 
 
 class LateChecks:

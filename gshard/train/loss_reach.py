@@ -44,8 +44,8 @@ class CheckedLoss(MicroBatchLoss):
         if self.stored and not self.differentiated:
             raise GShardError(
                 f"{name} does not depend on the parameters that it is given: their gradient is "
-                "zero. It ignores its first argument, perhaps for parameters or a model that it "
-                "closes over, or stops the gradient (stop_gradient, argmax, round). Compute it "
-                "from the first argument. What should not be trained goes into frozen= of "
-                "shard_train_state (NNX: wrt= of the optimizer)."
+                "zero. Either it ignores its first argument, perhaps because it uses parameters or "
+                "a model that it closes over, or it stops the gradient (stop_gradient, argmax, "
+                "round). Compute the loss from the first argument. What should not be trained goes "
+                "into frozen= of shard_train_state (NNX: wrt= of the optimizer)."
             )

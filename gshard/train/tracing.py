@@ -17,9 +17,9 @@ def explain_debug_nans(error: RuntimeError) -> None:
     config: Any = jax.config
     if config.jax_debug_nans:
         raise GShardError(
-            "a step made a NaN, and with jax_debug_nans JAX runs it again, one operation at a "
-            "time, which it cannot: its state was donated. Turn jax_debug_nans off: such a step is "
-            "skipped and counted. To find the operation, take the loss alone: "
+            "a step made a NaN. With jax_debug_nans, JAX tried to run it again one operation at a "
+            "time, but could not, because its state was donated. Turn jax_debug_nans off: such a "
+            "step is skipped and counted. To find the operation, differentiate the loss alone: "
             "with jax.debug_nans(True): jax.grad(loss_fn)(gshard.full_params(state), batch)."
         ) from error
 

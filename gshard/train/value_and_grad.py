@@ -92,8 +92,8 @@ def value_and_grad(
     check_call(loss_fn, plan, "value_and_grad(loss_fn, plan)")
     if not flag("sync", sync) and OVERWRITTEN in plan.non_trainable:
         raise GShardError(
-            "sync=False: gradients over separate calls add up, and those that replace their "
-            "parameter (params['_overwrite_with_gradient'], fp8 statistics) do not. Take the "
+            "sync=False: gradients of separate calls are added, but gradients that replace their "
+            "parameter (params['_overwrite_with_gradient'], fp8 statistics) must not be. Pass all "
             "batches of one step in one call, with micro_batches=."
         )
     options = StepOptions(

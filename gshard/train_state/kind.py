@@ -143,7 +143,8 @@ def abstract_like(state: Any) -> Any:
             check_array(x, f"{path_of(keys)} of the state")
         except GShardError as error:
             raise GShardError(
-                f"{error} What is no array belongs in a field with struct.field(pytree_node=False)."
+                f"{error} A value that is not an array belongs in a field that is declared with "
+                "struct.field(pytree_node=False)."
             ) from error
         return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=named)
 

@@ -101,10 +101,10 @@ class Linen(Kind):
     def check(self, state: Any) -> None:
         if isinstance(state.params, optax.LookaheadParams):
             raise GShardError(
-                "the parameters are optax.LookaheadParams, whose slow half has no gradient; a plan "
-                "lays out parameters and gradients leaf by leaf. Pass the fast ones, with an "
-                "optimizer that keeps the slow ones in its state, where they are sharded: see "
-                "docs/your-own-loop.md (Lookahead)."
+                "the parameters are optax.LookaheadParams, whose slow parameters have no gradient, "
+                "but gshard needs a gradient for each parameter. Pass only the fast parameters, "
+                "with an optimizer that keeps the slow ones in its state, where they are sharded: "
+                "see docs/your-own-loop.md (Lookahead)."
             )
         replaced = overwritten(state.params).get(OVERWRITTEN, {})
         for path, x in zip(*flatten(replaced)[:2], strict=True):

@@ -79,9 +79,9 @@ def check_closure(loss_fn: Any, model: nnx.Module) -> None:
         )
     if read := [name for name, x in (closure | found).items() if _has_arrays(x)]:
         warn(
-            f"backward: the loss reads {some(read)} from outside. The values of now are compiled "
-            "in; if they change, make it a part of the model that is wrapped, and set its gradient "
-            'to None before each optimizer.step(): model.grads["teacher"] = None '
+            f"backward: the loss reads {some(read)} from outside. The current values are compiled "
+            "in. If they will change, make them a part of the wrapped model, and set their "
+            'gradient to None before each optimizer.step(): model.grads["teacher"] = None '
             "(docs/losses.md, What a loss reads from outside)."
         )
 

@@ -88,7 +88,7 @@ def _stored(target: Any, call: str) -> NamedArrays:
     elif isinstance(target, nnx.Module):
         tree = nnx.as_pure(nnx.state(target))
     elif hasattr(target, call):
-        raise GShardError(f"{call}: a {type(target).__name__} has it itself: target.{call}(...).")
+        raise GShardError(f"{call}: call target.{call}(...) of {type(target).__name__} instead.")
     else:
         raise GShardError(
             f"{call}: {shown(target)} is neither a model nor an optimizer of NNX. The variables of "

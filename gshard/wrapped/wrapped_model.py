@@ -111,9 +111,10 @@ class Wrapped(Keeping):
         if padded or on_host:
             how = "with padding" if padded else "in host memory"
             raise GShardError(
-                f"inside a transform of JAX or NNX the model has {some(padded or on_host)} as "
-                f"stored, {how}. Take the loss's gradient by gshard.value_and_grad(loss_fn, "
-                "model.plan)(model, batch), and an output outside jit, model(x)."
+                "the model cannot be called inside a transform of JAX or NNX, where it has "
+                f"{some(padded or on_host)} as stored, {how}. Compute gradients with "
+                "gshard.value_and_grad(loss_fn, model.plan)(model, batch), and outputs with "
+                "model(x) outside of jit."
             )
         return own.__call__(*args, **kwargs)
 
@@ -314,9 +315,9 @@ def kept(target: Any) -> Accumulation:
     found = getattr(target, "_gshard", None)
     if found is None or not any(target is x for x in (found.model, found.optimizer)):
         raise MissingAttributeError(  # hasattr(copy, "backward") is False
-            "this is a copy of what was wrapped, or what a jitted function sees of it, and keeps "
-            "no gradients. Call backward and step on what was returned, outside jit; inside your "
-            "own nnx.jit use loss, grads = gshard.value_and_grad(loss_fn, model.plan)(model, "
-            "batch) and optimizer.update(model, grads)."
+            "this is a copy of a wrapped model or optimizer, perhaps the one inside a jitted "
+            "function, and keeps no gradients. Call backward and step on the original, outside "
+            "jit; inside your own nnx.jit use loss, grads = gshard.value_and_grad(loss_fn, "
+            "model.plan)(model, batch) and optimizer.update(model, grads)."
         )
     return found

@@ -157,9 +157,9 @@ def test_steps_and_backward_look():
             call()
     other.bias[...] = jnp.ones(8)
     for call in calls:
-        with pytest.warns(gshard.GShardWarning, match="reads other from outside, which"):
+        with pytest.warns(gshard.GShardWarning, match="reads other from outside, and that"):
             call()
     weight = 0.5
     for call in calls:
-        with pytest.warns(gshard.GShardWarning, match="reads weight from outside, which"):
+        with pytest.warns(gshard.GShardWarning, match="reads weight from outside, and that"):
             call()

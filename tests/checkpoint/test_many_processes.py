@@ -117,7 +117,7 @@ def test_after_a_change_of_their_number_a_process_compares_checksums(tmp_path):
     assert found == [str(step / "manifest.json"), str(step / data_state_name(0))]
     states = [packed_data_state({"at": rank}) for rank in (1, 2)]
     step, _ = step_of(60, tmp_path / "other", states)
-    with pytest.warns(gshard.GShardWarning, match="another data state for each of the 60"):
+    with pytest.warns(gshard.GShardWarning, match="a different data state for each of the 60"):
         assert read_data_state(StepFolder(step), 60) is None
 
 

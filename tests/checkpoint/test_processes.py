@@ -54,7 +54,7 @@ def assert_is_what_they_had(process, rank):
 def assert_was_told_what_was_wrong(process):
     """What only one does wrong, all hear."""
     steps, metadata, old, apart, *others = process["said"].tolist()
-    assert "the processes do not do the same: save of step 10 (process 0)" in steps
+    assert "the processes made different calls: save of step 10 (process 0)" in steps
     assert "metadata holds a object" in metadata
     assert "not after the newest one, 2" in old
     assert "does not see" in apart and "one directory" in apart
@@ -69,7 +69,7 @@ def assert_one_restores_what_several_wrote(folder, processes):
     run, other = Training("os", 3), Training("dp", 1)
     with gshard.Checkpointer(folder / "together") as checkpointer:
         assert checkpointer.verify(3) == []
-        warning = f"another data state for each of the {processes}"
+        warning = f"a different data state for each of the {processes}"
         with pytest.warns(gshard.GShardWarning, match=warning):
             restored = checkpointer.restore(3, like=run.state)
         assert restored.data_state is None

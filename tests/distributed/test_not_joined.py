@@ -24,5 +24,5 @@ def test_a_process_that_torchrun_started(monkeypatch, recwarn, processes, warns)
     monkeypatch.setenv("RANK", "0")
     params = {"w": np.ones((8, 8), np.float32)}
     gshard.shard_train_state((params, optax.sgd(0.1)), gshard.make_mesh(), "os", min_shard_size=1)
-    said = [str(x.message) for x in recwarn if "one of 2, as of torchrun" in str(x.message)]
+    said = [str(x.message) for x in recwarn if "which torchrun sets, say" in str(x.message)]
     assert len(said) == warns and all("`gshard launch`" in x for x in said)

@@ -1050,7 +1050,7 @@ def test_what_a_model_says_of_its_attributes_stays():
         _ = model.nothing
     copy = nnx.clone(model)
     assert not hasattr(copy, "backward") and not hasattr(copy, "grads")
-    with pytest.raises(gshard.GShardError, match="this is a copy of what was wrapped"):
+    with pytest.raises(gshard.GShardError, match="this is a copy of a wrapped model or optimizer"):
         _ = copy.grads
 
     class Plain(Net):

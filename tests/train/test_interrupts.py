@@ -81,7 +81,7 @@ def test_an_interrupted_loop_loses_no_state(make):
         before = number_of(state)
         calls = interrupted_loop(step, state)
         if make is linen:
-            with pytest.raises(gshard.DonatedStateError, match=r"it is step\.latest"):
+            with pytest.raises(gshard.DonatedStateError, match=r"step\.latest has it"):
                 step(state, BATCH)
         state = latest_of(step)
         assert number_of(state) - before in (calls, calls + 1)

@@ -152,7 +152,7 @@ def equinox() -> Functional:
 
 CASES = {
     "nanodo": lambda: nanodo("shard", "no axis 'data': the constraint is ignored"),
-    "nanodo_data": lambda: nanodo("data", "by its own rules: it is not followed", remat=True),
+    "nanodo_data": lambda: nanodo("data", "by its own rules and ignores", remat=True),
     "nanogptx": nanogptx,
     "gpt-jax": gpt_jax,
     "hugging_face": hugging_face,

@@ -188,8 +188,9 @@ class Metrics:
             number, scalars = window.row()
         except RuntimeError as error:
             warn(
-                f"gshard.Metrics lost {len(window.infos)} steps, whose values could not be read. "
-                f"They must not be donated to a later step. ({error})"
+                f"gshard.Metrics lost {len(window.infos)} steps, because their values could not "
+                "be read. The info that a step returns must not be donated to a later step. "
+                f"({error})"
             )
             return
         self._skipped = int(scalars.get("skipped_steps", window.skipped))

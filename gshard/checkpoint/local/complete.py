@@ -68,7 +68,10 @@ def local_steps(store: LocalStore, newest: int) -> tuple[dict[int, Save], dict[i
         if (save := find_save(store, step, call)) is None:
             others[step] = "no part of it can be read"
         elif save.noted["after"] > newest:
-            others[step] = f"it follows step {save.noted['after']} of {store.run}, which is gone"
+            others[step] = (
+                f"it was saved after step {save.noted['after']} of {store.run}, which no longer "
+                "exists"
+            )
         elif not save.is_whole and (lost := _lost(save, call)):
             others[step] = f"no machine has all of {some(lost)}"
         else:

@@ -197,8 +197,8 @@ def _machine(folder: Path, run: str) -> tuple[str, str]:
     steps = (step for process in _of_processes(folder) for step in _steps_in(process))
     if others := {index.noted["run"] for index in _readable(steps)} - {run}:
         raise GShardError(
-            f"local={str(folder)!r} holds the newest steps of the run in {min(others)}. Choose "
-            "another folder, or delete it if that run will not go on."
+            f"local={str(folder)!r} holds the newest steps of another run, whose directory is "
+            f"{min(others)}. Choose another folder, or delete this one if that run is finished."
         )
     return _BOOT.read_text().strip() if _BOOT.exists() else "", token
 

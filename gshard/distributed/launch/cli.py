@@ -107,22 +107,22 @@ def _run(asked: Request, signals: list[int]) -> int:
 _INTEGERS = {
     "log_size": (256, 1, " of megabytes", "MB", "a log that grows larger is renamed to rank-R.log.1"
                  ", in place of the one before (default 256)"),
-    "max_restarts": (None, 0, "", "N", "start all processes again when one has failed, at most so "
-                     "often in a row without progress, after 1, 2, 4, ... 60 seconds; not after "
-                     "the same error at the same step (default 0; 3 in an elastic job)"),
-    "grace": (30, 0, "", "SECONDS", "after SIGTERM, or when one has failed, the processes have so "
-              "long to save (default 30)"),
-    "heartbeat_timeout": (HEARTBEAT_TIMEOUT, 1, " of seconds", "SECONDS", "a silent process "
-                          f"counts as dead (default {HEARTBEAT_TIMEOUT})"),
-    "start_timeout": (INITIALIZATION_TIMEOUT, 1, " of seconds", "SECONDS", "all processes have so "
-                      f"long to arrive (default {INITIALIZATION_TIMEOUT})"),
-    "hang_timeout": (HANG_TIMEOUT, 0, " of seconds", "SECONDS", "a process may wait so long for "
+    "max_restarts": (None, 0, "", "N", "how many times in a row without progress to start all "
+                     "processes again when one has failed, after 1, 2, 4, ... 60 seconds; not "
+                     "after the same error at the same step (default 0; 3 in an elastic job)"),
+    "grace": (30, 0, "", "SECONDS", "how long the processes have to save after SIGTERM, or when "
+              "one has failed (default 30)"),
+    "heartbeat_timeout": (HEARTBEAT_TIMEOUT, 1, " of seconds", "SECONDS", "how long a process may "
+                          f"be silent before it counts as dead (default {HEARTBEAT_TIMEOUT})"),
+    "start_timeout": (INITIALIZATION_TIMEOUT, 1, " of seconds", "SECONDS", "how long to wait for "
+                      f"all processes to arrive (default {INITIALIZATION_TIMEOUT})"),
+    "hang_timeout": (HANG_TIMEOUT, 0, " of seconds", "SECONDS", "how long a process may wait for "
                      f"the others, in a step or a call (default {HANG_TIMEOUT}; 0: no limit)"),
-    "join_timeout": (None, 0, " of seconds", "SECONDS", "an elastic job waits so long for more "
-                     f"machines once MIN are there, when it starts (default {JOIN_TIMEOUT})"),
-    "batch_size": (None, 1, " of examples of the global batch", "N", "an elastic job keeps to "
-                   "numbers of machines whose devices divide so many examples, the script's global "
-                   "batch (default: any number)"),
+    "join_timeout": (None, 0, " of seconds", "SECONDS", "how long an elastic job that starts waits "
+                     f"for more machines once MIN are there (default {JOIN_TIMEOUT})"),
+    "batch_size": (None, 1, " of examples of the global batch", "N", "examples of the script's "
+                   "global batch: an elastic job only runs on numbers of machines whose devices "
+                   "divide it (default: any number)"),
 }  # fmt: skip
 
 
@@ -172,8 +172,8 @@ def _parser() -> argparse.ArgumentParser:
         "an elastic job its launcher (default on one machine: loopback and a free "
         "port)")  # fmt: skip
     add("--join_every", type=float, metavar="MINUTES", help="stop the processes of an elastic job "
-        "in order (SIGTERM) and start them again when other machines have come, at most once in "
-        "so many minutes (default 0: they wait for the next failure)")  # fmt: skip
+        "cleanly (SIGTERM) and start them again when other machines have come, at most once in "
+        "this many minutes (default 0: such machines wait for the next failure)")  # fmt: skip
     add("--devices", "--gpus", "--selected_gpus", metavar="A,B", help="GPUs of this machine to "
         "use, split evenly between its processes (default: all visible)")  # fmt: skip
     add("--virtual_devices", type=int, metavar="N", help="virtual CPU devices of each process, "
@@ -327,8 +327,8 @@ def _check_machines(asked: Request) -> None:
         raise GShardError(f"--nnodes {given} also needs {', and '.join(missing)}.")
     if rank is not None and not 0 <= rank < machines:
         raise GShardError(
-            f"--rank {rank} is no machine of --nnodes {asked.elastic or machines}: they run from 0 "
-            f"to {machines - 1}."
+            f"--rank {rank} is out of range: with --nnodes {asked.elastic or machines} ranks run "
+            f"from 0 to {machines - 1}."
         )
     if asked.elastic is not None and is_loopback(master.host):
         return  # to try it out: all launchers are on this machine

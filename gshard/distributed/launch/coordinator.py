@@ -142,8 +142,9 @@ class Coordinator(LineServer):
                     alone = f" {self._at.host} is this machine alone."
                     raise NotArrivedError(
                         f"{self._here} after {waits.timeout:g} s (--start_timeout), and the job "
-                        f"needs {least}. Look at the launchers of the others: all are "
-                        f"started with the same command, and reach machine 0 at {self._at}."
+                        f"needs {least}. Check the launchers of the other machines: each must "
+                        "be started with the same command, and must be able to reach machine 0 "
+                        f"at {self._at}."
                         f"{alone if is_loopback(self._at.host) else ''}"
                     )
             self.receive(TICK)

@@ -201,14 +201,14 @@ _MEANINGS = (
     ),
     (
         r"Gloo context initialization failed[^\n]*remote=\[(127\.|::1)",
-        "On CPUs processes talk at the address of their machine's own name, and for one of several "
-        "machines that is loopback: let `getent hosts $(hostname)` give, on each of them, the "
-        "address by which the others reach it (/etc/hosts).",
+        "On CPUs the processes connect to the address of each machine's own hostname, and on one "
+        "of the machines that is a loopback address. On every machine make "
+        "`getent hosts $(hostname)` print the address by which the others reach it (/etc/hosts).",
     ),
     (
         r"BarrierError|Barrier failed|barrier.{0,80}(timed out|timeout)",
-        "At exit it waited in vain for the others: processes did not do equally many steps, and "
-        "one finished while others went on.",
+        "At exit it waited in vain for the others: the processes did not run the same number of "
+        "steps, so one finished while others were still running.",
     ),
     (
         r"ModuleNotFoundError|No module named",

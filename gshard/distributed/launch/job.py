@@ -107,7 +107,7 @@ class Outcome(NamedTuple):
             if late := [end.rank for end in self.ends if end.asked]:
                 said += f"; ranks {late} had not stopped and were killed"
                 if self.signal == signal.SIGTERM:
-                    said += ". A script stops in order by gshard.distributed.until_preempted"
+                    said += ". Scripts stop cleanly with gshard.distributed.until_preempted"
             return 128 + self.signal, said
         code = first_cause(self.ends).code or 1  # a failure, though one ended it with the code 0
         return code if code > 0 else 128 - code, ""

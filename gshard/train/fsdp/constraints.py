@@ -85,8 +85,8 @@ class Change:
         else:
             if eqn.primitive.name == "axis_index" and len(self.examples) > 1:
                 raise GShardError(
-                    f"the loss takes its index along {_names(eqn)[0]!r}"
-                    f"{bracketed(user_line(eqn))}, and the mesh has several data axes: use "
+                    f"the loss calls jax.lax.axis_index({_names(eqn)[0]!r})"
+                    f"{bracketed(user_line(eqn))}, but the mesh has several data axes: use "
                     f"jax.lax.axis_index({self.examples})."
                 )
             params |= {k: self._bound(params[k]) for k in ("axes", "axis_name") if k in params}

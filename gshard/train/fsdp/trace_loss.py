@@ -98,8 +98,8 @@ def _mesh_of_user(here: AbstractMesh, missing: Sequence[str] | dict[str, Any]) -
 
 def _warn_of_unbound(name: str, axes: Sequence[str], line: str) -> None:
     warn(
-        f"the loss communicates over the axis {name!r}{line}, which no mesh axis is called: it "
-        f"stands for the data axes {tuple(axes)}. To say so yourself, pass "
+        f"the loss communicates over the axis {name!r}{line}, but no mesh axis has this name: "
+        f"gshard takes it to mean the data axes {tuple(axes)}. To say so explicitly, pass "
         "axis_name=plan.data_axes."
     )
 
@@ -119,8 +119,9 @@ def _warn_of_missing(error: Exception, ignored: Sequence[str]) -> None:
 def _warn_of_ignored(error: Exception, ignored: Sequence[str]) -> None:
     warn(
         f"JAX refuses a sharding constraint inside the loss{_line_of(error)}."
-        f"{_also_ignored(ignored)} To keep those, leave data axes out of the names, and give a "
-        f"layer that flattens its kernel the names of the flat one. JAX says: {error}"
+        f"{_also_ignored(ignored)} To keep the constraints, leave data axes out of their names, "
+        "and give a layer that flattens its kernel the names for the flat kernel. JAX says: "
+        f"{error}"
     )
 
 
@@ -139,8 +140,8 @@ def _refusal(errors: Sequence[Exception], last: Exception, axes: Sequence[str]) 
         if "shard_map" in str(one):
             return shard_map_error(_line_of(one), axes)
     return GShardError(
-        f"JAX refuses a sharding constraint of the loss{_line_of(last)}, also outside of gshard. "
-        f"Its data axes {tuple(axes)} are ignored, and the rest must fit the array. JAX says: "
+        f"JAX refuses a sharding constraint of the loss{_line_of(last)}, even without gshard. "
+        f"gshard ignores the data axes {tuple(axes)} in it; the rest must fit the array. JAX says: "
         f"{errors[-1]}"
     )
 

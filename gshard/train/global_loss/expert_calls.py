@@ -36,7 +36,7 @@ def decide_expert_call(given: Given, call: Call) -> Decision:
     if kept - {0}:
         raise GShardError(
             f"{given.evaluator.place(given.eqn)}: params are kept on dimension {max(kept)}, and "
-            "the experts are dimension 0. Keep that one, such as "
+            "the experts are dimension 0. Keep the dimension of the experts, such as "
             f"keep={{'experts/': ({given.evaluator.axes[0]!r}, 0)}}, or 1 for scanned layers."
         )
     if kept:

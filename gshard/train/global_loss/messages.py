@@ -12,9 +12,9 @@ from gshard.train.global_loss.placement import size_in_bytes
 from gshard.train.global_loss.registry import Evaluator
 
 _EXAMPLES = (
-    "Act on each example by itself (for a kernel that does, gshard.by_examples says so), "
-    "raise gather_limit=, or pass loss_semantics='per_device', where each device sees its own "
-    "examples alone."
+    "Compute each example independently (wrap a kernel that does so in gshard.by_examples), "
+    "raise gather_limit=, or pass loss_semantics='per_device', where each device sees only its "
+    "own examples."
 )
 _EXPERTS = (
     "Make the experts a dimension of both operands of a product, as gshard.expert.dispatch does, "
@@ -66,9 +66,9 @@ def one_batch_error(evaluator: Evaluator, eqn: Any) -> GShardError:
             )
     if eqn is not None and eqn.primitive.name in ("debug_print", "debug_callback"):
         return GShardError(
-            f"{place} is given a value of all examples, and the batch comes in {count} "
-            'micro-batches. Print it after the step, such as metrics["loss"] or an auxiliary '
-            "output, or pass micro_batches=1."
+            f"{place} needs a value computed from all examples, but the batch comes in {count} "
+            'micro-batches. Print it after the step instead, such as metrics["loss"] or an '
+            "auxiliary output, or pass micro_batches=1."
         )
     return GShardError(
         f"{place} needs all examples of the batch at once, and the batch comes in {count} "

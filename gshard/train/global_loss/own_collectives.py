@@ -60,10 +60,10 @@ def is_own_sum(eqn: Any, axes: Sequence[str]) -> bool:
 def sum_error(place: str) -> GShardError:
     """The error for a sum over devices of what is already that of the global batch."""
     return GShardError(
-        f"{place} sums over the devices what is already that of the whole batch: the result would "
-        "be too large by their number. Remove it: the loss is written as for one device. A mean "
-        "(lax.pmean) and a quotient of two such sums may stay. For a loss of each device's own "
-        "examples pass loss_semantics='per_device'."
+        f"{place} sums over the devices a value that is already that of the whole batch, so the "
+        "result would be too large by a factor of the number of devices. Remove this sum: write "
+        "the loss as for one device. A mean (lax.pmean) and a quotient of two such sums may stay. "
+        "For a loss of each device's own examples pass loss_semantics='per_device'."
     )
 
 

@@ -42,10 +42,10 @@ def warn_of_transformed(evaluator: Evaluator, eqn: Any, placements: Sequence[Pla
     call = _call(evaluator, eqn, placements)
     if call is not None and eqn.params["jaxpr"] is not call.jaxpr:
         warn(
-            f"{evaluator.place(eqn)} is transformed inside the loss, by jax.grad, "
-            "jax.jvp or several jax.vmap: what it computes on one device is evaluated, and its "
-            "inputs are all-gathered over the sequence axis. Call it on the whole batch, and "
-            "outside of derivatives that the loss takes."
+            f"{evaluator.place(eqn)} is transformed inside the loss, by jax.grad, jax.jvp or "
+            "several jax.vmap, so its inputs are all-gathered over the sequence axis and it is "
+            "computed as on one device. Call it on the whole batch, and outside of derivatives "
+            "that the loss takes."
         )
 
 

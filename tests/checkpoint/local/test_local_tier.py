@@ -327,7 +327,9 @@ def test_a_deleted_directory_is_not_resumed(folders):
     checkpointer.save(24, run.state)
     checkpointer.wait()
     shutil.rmtree(folders["directory"])
-    with pytest.warns(gshard.GShardWarning, match="step 24 .* it follows step 20 of .*run, which"):
+    with pytest.warns(
+        gshard.GShardWarning, match="step 24 .* was saved after step 20 of .*run, wh"
+    ):
         again = opened(folders, every=20, local_every=2)
     assert again.latest_step() is None
     with pytest.raises(gshard.GShardError, match="does not exist"):
@@ -389,7 +391,7 @@ def test_numbers_that_are_not_to_be_saved_are_checked_too(folders):
         with pytest.raises(gshard.GShardError, match="step=.* must be a whole number"):
             checkpointer.save(step, run.state)
     checkpointer.save(90, run.state)
-    with pytest.warns(gshard.GShardWarning, match="not called for step 100, but before it and for"):
+    with pytest.warns(gshard.GShardWarning, match=r"for step \d+, but not for step 100,"):
         checkpointer.save(120, run.state)
     with pytest.warns(gshard.GShardWarning, match="last step, 120, was not saved"):
         checkpointer.close()
@@ -419,7 +421,7 @@ def test_a_full_local_folder_is_a_warning(folders, tmp_path):
 def test_the_folder_of_another_run_is_refused(folders, tmp_path):
     run = Training("os", 2)
     saved_locally(folders, run, 1)
-    with pytest.raises(gshard.GShardError, match="holds the newest steps of the run in .*run"):
+    with pytest.raises(gshard.GShardError, match="of another run, whose directory is .*run"):
         opened(folders | {"directory": tmp_path / "other"})
     (folders["local"] / "process-0" / "1").rename(tmp_path / "moved")
     opened(folders | {"directory": tmp_path / "other"})

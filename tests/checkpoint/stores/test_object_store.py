@@ -251,7 +251,7 @@ def test_several_processes_save_and_any_number_restores(tmp_path, server, addres
         assert_restored_what_one_wrote(process, losses)
         assert_is_what_they_had(process, rank)
         said = process["said"].tolist()
-        assert "the processes do not do the same: save of step 10" in said[0]
+        assert "the processes made different calls: save of step 10" in said[0]
         assert "does not see" in said[3] and "one address" in said[3]
         assert process["damaged"].tolist()[0].startswith("arrays/d/")
     np.testing.assert_allclose(seen[0]["after"], losses, rtol=2e-6)
@@ -260,7 +260,7 @@ def test_several_processes_save_and_any_number_restores(tmp_path, server, addres
     assert checkpointer.verify(3) == []
     one, other = Training("os", 3), Training("dp", 1)
     for run in (one, other):
-        with pytest.warns(gshard.GShardWarning, match="another data state for each of the 2"):
+        with pytest.warns(gshard.GShardWarning, match="a different data state for each of the 2"):
             run.state = checkpointer.restore(3, like=run.state).state
     assert_equal_bits(one.whole(), other.whole())
 

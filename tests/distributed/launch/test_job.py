@@ -370,7 +370,7 @@ BAD = {
     "a range without an address": (["--nnodes", "2:4", SCRIPT], "2:4 also needs --master, 'host"),
     "rank outside of a range": (
         ["--nnodes", "2:4", "--rank", "4", "--master", "h:1", SCRIPT],
-        "--rank 4 is no machine of --nnodes 2:4: they run from 0 to 3",
+        "--rank 4 is out of range: with --nnodes 2:4 ranks run from 0 to 3",
     ),
     "a batch that no machines divide": (
         [*RANGE, "--virtual_devices", "2", "--batch_size", "10", SCRIPT],
@@ -393,7 +393,7 @@ BAD = {
     "what torchrun alone needs": (["--standalone", SCRIPT], "no option of gshard launch. Leave it"),
     "rank outside": (
         ["--nnodes", "2", "--rank", "2", "--master", "h:1", SCRIPT],
-        "no machine of --nnodes 2",
+        "out of range: with --nnodes 2 ",
     ),
     "loopback for machines": (
         ["--nnodes", "2", "--rank", "0", "--master", "127.0.0.1:1", SCRIPT],

@@ -166,7 +166,7 @@ def test_what_cannot_be_is_refused_with_the_line():
         jax.debug.print("loss {}", loss)
         return loss
 
-    fails(printed, " is given a value of all examples.*after the step", micro_batches=2)
+    fails(printed, " needs a value computed from all examples.*after the step", micro_batches=2)
 
     def pairs(p: Any, b: Any) -> Any:
         z = logits(p, b)
@@ -319,4 +319,4 @@ def test_a_value_of_the_loss_in_the_backward_pass_of_a_custom_vjp_is_explained()
 
     with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
         gshard.make_train_step(loss, plan)(state, batch(0, 32))
-    assert "pass it to that function as an argument" in " ".join(raised.value.__notes__)
+    assert "Make the value above an argument" in " ".join(raised.value.__notes__)

@@ -29,7 +29,7 @@ def fails(match, loss=mean, examples=None, **options):
 def test_sequences_that_cannot_be_shared():
     x = np.ones((24, 49), np.float32)
     fails(r"batch\['x'\] has shape \[24, 49\].*Use sequences of 48 or 52", examples={"x": x})
-    fails(r"If dimension 1 is no sequence.*sequence_dims=\{'x': None\}", examples={"x": x})
+    fails(r"If dimension 1 is not a sequence.*sequence_dims=\{'x': None\}", examples={"x": x})
     fails("no array of the batch has a dimension 1", examples={"x": np.ones(24, np.float32)})
     fails("has 3 examples.*multiple of the 2 devices", examples={"x": x[:3, :48]})
     state, plan = sharded(PARAMS, sequence=4, order="zigzag")
@@ -114,7 +114,7 @@ def test_a_dimension_that_does_not_fit():
         ({"frames": 3}, r"batch\['frames'\] has shape \[8, 3, 48\], and no dimension 3"),
         (
             {"frames": 1},
-            r"sequences of 3 \(dimension 1\) cannot be shared by the 4 dev.*sequences of 4",
+            r"sequences of 3 \(dimension 1\) cannot be sharded evenly over.*sequences of 4",
         ),
         ({"": None}, "leaves no array of the batch with a sequence.*sequence_dims={'frames': 2}"),
     ):
@@ -138,7 +138,7 @@ def test_collectives_of_the_users_own(semantics):
     def summed(params, batch):
         return mean(params, batch) + lax.psum(params["w"].mean(), "sequence")
 
-    fails("psum at .* sums over the devices what is already", summed, **options)
+    fails("psum at .* sums over the devices a value that is already", summed, **options)
 
 
 def test_what_gathers_too_much():
