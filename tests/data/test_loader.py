@@ -43,7 +43,20 @@ def order_of(seed, epoch):
 
 
 def threads():
+    """The threads of loaders that this test has started; others may still hold an iterator."""
+    return [t for t in every_thread() if t not in earlier]
+
+
+def every_thread():
     return [t for t in threading.enumerate() if t.name.startswith("gshard-loader")]
+
+
+earlier: list[threading.Thread] = []
+
+
+@pytest.fixture(autouse=True)
+def _note_earlier_threads():
+    earlier[:] = every_thread()
 
 
 class Items:
