@@ -355,8 +355,7 @@ class Checkpointer:
             local = set() if self._local is None else self._local.steps
             there = sorted({*self.all_steps(), *local})
             asked = None if step is None else existing_step(self._store, step, there)
-            if only is not None:
-                refuse_waiting(like)
+            refuse_waiting(like)
             return *state_and_plan(like, "restore(like=...)"), asked
 
         what = f"restore(step={shown(step)}, verify={shown(verify)}, cast={shown(cast)})"

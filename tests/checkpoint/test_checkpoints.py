@@ -323,6 +323,12 @@ def test_a_model_wrapped_as_in_paddle(tmp_path):
         checkpointer.save(1, (model, optimizer))
         after = steps(model, optimizer, 1, 2)
         pair = wrapped("p_g_os")
+        with pair[0].no_sync():
+            pair[0].backward(loss, noisy_batch(3))
+        for how in ({}, {"only": "."}):  # they would be added to those of the restored weights
+            with pytest.raises(gshard.GShardError, match="no_sync.*clear_gradients"):
+                checkpointer.restore(like=pair, **how)
+        pair[0].clear_gradients()
         assert checkpointer.restore(like=pair).state[0] is pair[0]
         assert steps(*pair, 1, 2) == after
 
