@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -214,3 +215,17 @@ def test_a_message_says_what_where_and_how_to_fix_it(name, tmp_path):
 
 def test_there_are_twenty():
     assert len(MISTAKES) >= 20
+
+
+def public_errors():
+    for module in (gshard, gshard.distributed):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if isinstance(value, type) and issubclass(value, Exception):
+                yield f"{module.__name__}.{name}", value
+
+
+@pytest.mark.parametrize(("name", "error"), [*public_errors()])
+def test_a_traceback_names_an_error_as_users_import_it(name, error):
+    assert f"{error.__module__}.{error.__qualname__}" == name
+    assert pickle.loads(pickle.dumps(error)) is error  # as spawned processes send it

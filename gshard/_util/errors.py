@@ -30,13 +30,19 @@ class GShardError(ValueError):
     subclass may also derive from the built-in error that Python code would expect.
     """
 
+    __module__ = "gshard"  # so that tracebacks name it as users import it
+
 
 class DonatedStateError(GShardError, RuntimeError):
     """Raised for a train state that was donated to an earlier step: use the one it returned."""
 
+    __module__ = "gshard"
+
 
 class ArgumentTypeError(GShardError, TypeError):
     """Raised for an argument of the wrong type; the message says what to pass."""
+
+    __module__ = "gshard"
 
 
 class UnevenInputsError(GShardError, RuntimeError):
@@ -44,6 +50,8 @@ class UnevenInputsError(GShardError, RuntimeError):
 
     Give every process the same number of batches, or use `gshard.pytorch.Join`.
     """
+
+    __module__ = "gshard"
 
 
 class MissingAttributeError(GShardError, AttributeError):
@@ -60,6 +68,8 @@ class MissingNameError(GShardError, ImportError):
 class CallOrderError(GShardError, RuntimeError):
     """Raised for a call at the wrong time: before a call that it needs, or a second time."""
 
+    __module__ = "gshard"
+
 
 class NonFiniteError(GShardError, FloatingPointError):
     """Raised after too many steps in a row with non-finite gradients; names the first such step.
@@ -67,9 +77,13 @@ class NonFiniteError(GShardError, FloatingPointError):
     Lower the learning rate, clip the gradients, or look for the cause in the loss.
     """
 
+    __module__ = "gshard"
+
 
 class GShardWarning(UserWarning):
     """Warns of something that works, but probably not as intended; says what to change."""
+
+    __module__ = "gshard"
 
 
 def warn(message: str) -> None:

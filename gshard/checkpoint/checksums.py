@@ -52,6 +52,8 @@ class DamagedCheckpointError(GShardError):
       damages: the damages of each step.
     """
 
+    __module__ = "gshard"
+
     def __init__(self, message: str, damages: Mapping[int, list[Damage]]):
         super().__init__(message)
         self.damages: dict[int, list[Damage]] = dict(damages)

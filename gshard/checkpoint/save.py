@@ -33,6 +33,8 @@ class SaveFailedError(GShardError, RuntimeError):
       step: the number of the step that is missing.
     """
 
+    __module__ = "gshard"
+
     def __init__(self, message: str, step: int):
         super().__init__(message)
         self.step = step

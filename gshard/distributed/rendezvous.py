@@ -33,6 +33,8 @@ BACKLOG = 2**15  # connections that may wait to be accepted; systems have a lowe
 class NotArrivedError(CallOrderError):
     """Some processes of the job did not come in time."""
 
+    __module__ = "gshard.distributed"
+
 
 class PortTakenError(GShardError, OSError):
     """Another program listens where process 0 should."""

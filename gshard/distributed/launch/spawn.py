@@ -173,6 +173,8 @@ class ProcessFailedError(GShardError, RuntimeError):
       exit_code: its exit code; a signal's number, negative, where one ended it.
     """
 
+    __module__ = "gshard.distributed"
+
     def __init__(self, message: str, rank: int, exit_code: int):
         super().__init__(message)
         self.rank: int = rank
