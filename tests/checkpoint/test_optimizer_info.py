@@ -29,14 +29,17 @@ def saved(tmp_path_factory):
     return folder
 
 
+THERE = "only in the checkpoint"
+
+
 @pytest.mark.parametrize(
     ("tx", "said"),
     [
-        (optax.adam(3e-3), r"the numbers -0\.001.* there, -0\.003.* here"),
-        (optax.adam(1e-3, b1=0.8), r"the numbers 0\.1, 0\.9 there, 0\.2, 0\.8 here"),
-        (optax.adam(1e-3, b1=0.999, b2=0.9), "the order of its operations and numbers"),
-        (optax.adamax(1e-3), "the operations .* there, .*max.* here"),
-        (optax.adam(optax.constant_schedule(1e-3)), "state of none there, ScaleByScheduleState"),
+        (optax.adam(3e-3), rf"numbers of the update: -0\.001.*{THERE}, -0\.003.* only in like="),
+        (optax.adam(1e-3, b1=0.8), rf": 0\.1, 0\.9 {THERE}, 0\.2, 0\.8 only in like="),
+        (optax.adam(1e-3, b1=0.999, b2=0.9), "order of operations and numbers of the update"),
+        (optax.adamax(1e-3), f"operations of the update: .* {THERE}, .*max.* only in like="),
+        (optax.adam(optax.constant_schedule(1e-3)), "state: ScaleByScheduleState only in like="),
     ],
 )
 def test_another_optimizer_is_one_warning(saved, tx, said):

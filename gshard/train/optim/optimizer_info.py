@@ -45,12 +45,12 @@ def optimizer_lines(plan: Plan) -> list[str]:
 
 def difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Says how two optimizers differ, as far as that is known; empty if nothing does."""
-    found = [_only("state of", then, now, "state")]
+    found = [_only("classes of the state", then, now, "state")]
     if then.get("versions") == now["versions"] and "numbers" in then and "numbers" in now:
-        found += [_only("the numbers", then, now, "numbers")]
-        found += [_only("the operations", then, now, "operations")]
+        found += [_only("numbers of the update", then, now, "numbers")]
+        found += [_only("operations of the update", then, now, "operations")]
         if not any(found) and then.get("trace", now["trace"]) != now["trace"]:
-            found = ["the order of its operations and numbers"]
+            found = ["the order of operations and numbers of the update"]
     return "; ".join(filter(None, found))
 
 
@@ -59,7 +59,8 @@ def _only(what: str, then: Mapping[str, Any], now: Mapping[str, Any], key: str) 
     gone, new = ([x for x in a if x not in b] for a, b in ((before, after), (after, before)))
     if not (gone or new):
         return ""
-    return f"{what} {some(gone) if gone else 'none'} there, {some(new) if new else 'none'} here"
+    sides = [(gone, "the checkpoint"), (new, "like=")]
+    return f"{what}: " + ", ".join(f"{some(x)} only in {side}" for x, side in sides if x)
 
 
 def _describe(plan: Plan) -> dict[str, Any]:
