@@ -85,9 +85,14 @@ def dimension(value: Any, rank: int) -> int | None:
 
 def pattern(value: Any, where: str) -> re.Pattern[str]:
     """Compiles a regular expression of the argument `where`, which is matched with paths."""
+    if not isinstance(value, str):
+        raise GShardError(
+            f"{where} pattern {shown(value)} must be a string, such as '^Dense_1/'; flags are a "
+            "part of it, such as '(?i)dense'."
+        )
     try:
         return re.compile(value)
-    except (re.error, TypeError) as error:
+    except re.error as error:
         raise GShardError(
             f"{where} pattern {shown(value)} is not a regular expression: {error}."
         ) from error
@@ -100,7 +105,10 @@ def warn_of_cut_numbers(
 
     Paths that another pattern matches as well are left out; with `in_order`, an earlier one.
     """
-    given, every = {text: pattern(text, argument) for text in texts}, sorted({*paths})
+    given = {text: pattern(text, argument) for text in texts}
+    if not any(text[-1:].isdigit() for text in given):
+        return
+    every = sorted({*paths})
 
     def after(text: str, path: str) -> set[str]:
         """What follows the matches in a path; a digit where a number is cut."""
@@ -114,17 +122,24 @@ def warn_of_cut_numbers(
         others = [x for x in [*given][: i if in_order else None] if x != text]
         cut = [path for path in every if is_cut(text, path)]
         cut = [p for p in cut if not any(after(x, p) and not is_cut(x, p) for x in others)]
-        cut = [p for p in cut if not any(p.endswith(f"/{x}") for x in cut)]  # moments
         if not cut:
             continue
+        ends = {*cut}
+        cut = [p for p in cut if ends.isdisjoint(_ends_of(p))]  # without moments of the others
         wanted = [path for path in every if after(text, path) and not is_cut(text, path)]
-        is_name = "|" not in text and all(after(text, path) == {"/"} for path in wanted)
-        this = f"{text}/" if wanted and is_name else f"(?:{text})(?![0-9])"
+        text_or_group = f"(?:{text})" if "|" in text else text
+        is_name = text == text_or_group and all(after(text, path) == {"/"} for path in wanted)
+        this = f"{text}/" if wanted and is_name else f"{text_or_group}(?![0-9])"
         warn(
             f"{argument}: the pattern {text!r}{' also' if wanted else ''} matches {some(cut)}, "
             f"where a longer number begins with the same digits. Write {this!r} for this number "
             f"alone, or {text + '[0-9]*'!r} if longer ones are meant."
         )
+
+
+def _ends_of(path: str) -> list[str]:
+    """The ends of a path that begin after a slash."""
+    return [path[i + 1 :] for i, letter in enumerate(path) if letter == "/"]
 
 
 def names_of(argument: str, value: Any) -> tuple[str, ...]:

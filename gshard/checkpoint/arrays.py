@@ -105,22 +105,28 @@ def check_same_run(
     stored: Mapping[str, ArrayInfo], own: Mapping[str, ArrayInfo], where: str
 ) -> None:
     """Raises a `GShardError` when the parameters differ from those of the stored checkpoints."""
-    theirs, mine = _all_params(stored), _all_params(own)
-    if theirs != mine:
-        found = [f"{p} is missing" for p in theirs if p not in mine]
-        found += [f"{p} is added" for p in mine if p not in theirs]
-        both = [p for p in theirs if p in mine and theirs[p] != mine[p]]
-        found += [f"{p} has the shape {mine[p]}, there {theirs[p]}" for p in both]
+    (theirs, all_theirs), (mine, all_mine) = map(_params_and_weights, (stored, own))
+    found = [f"{p} is missing" for p in theirs if p not in all_mine]
+    found += [f"{p} is added" for p in mine if p not in all_theirs]
+    both = [p for p in all_theirs if p in all_mine and p in {**theirs, **mine}]
+    found += [
+        f"{p} has the shape {all_mine[p]}, there {all_theirs[p]}"
+        for p in both
+        if all_mine[p] != all_theirs[p]
+    ]
+    if found:
         raise GShardError(
             f"save: {where} holds checkpoints of another model: {'; '.join(found[:5])}. Nothing "
             "was written. Choose another directory."
         )
 
 
-def _all_params(arrays: Mapping[str, ArrayInfo]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters, trained and frozen."""
-    names = {p: PARAMS + p.removeprefix(_FROZEN) if p.startswith(_FROZEN) else p for p in arrays}
-    return {n: arrays[p].shape for p, n in names.items() if n.startswith(PARAMS)}
+def _params_and_weights(arrays: Mapping[str, ArrayInfo]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The shapes of the parameters, trained and frozen, and those of all weights."""
+    named = {path: weight_at(path) for path in arrays}
+    weights = {name: arrays[path].shape for path, name in named.items() if name is not None}
+    params = [name for path, name in named.items() if path.startswith((PARAMS, _FROZEN))]
+    return {name: weights[name] for name in params if name is not None}, weights
 
 
 def state_and_plan(like: Any, call: str) -> tuple[Any, Plan]:
@@ -189,12 +195,13 @@ def _advice(kept: Collection[str], fresh: Collection[str] = ()) -> str:
     """What to do about a checkpoint whose arrays are not those of the state."""
     if kept:
         return "Choose weights that both have: only='^(?!ema/)' is all but those of a field ema."
-    advice = "It is of another model or optimizer. To start from step 0, choose another directory."
+    advice = "It is of another model or optimizer."
     if fresh:  # a checkpoint of another program
         return advice
     return (
-        f"{advice} restore(like=state, only='.') takes the weights alone, whatever the optimizer; "
-        "other patterns take some of them."
+        f"{advice} To start from step 0, choose another directory. restore(like=state, only='.') "
+        "restores just the weights, even from a run with another optimizer; other patterns choose "
+        "some of them."
     )
 
 

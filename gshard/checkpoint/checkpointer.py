@@ -58,7 +58,8 @@ class Checkpointer:
         all steps are kept.
       metric: the key of `metadata` that `keep_best` and `best_step` compare.
       mode: whether the lowest (`"min"`) or the highest (`"max"`) metric is best. A metric whose
-        name contains "loss" is best where it is lowest; with any other, these two need `mode`.
+        name contains "loss" is best where it is lowest; for any other metric, `keep_best`
+        and `best_step` need `mode`.
       asynchronous: True lets `save` return when the arrays are copied to the host; the next `save`,
         `wait`, `restore`, `delete` or `close` waits until they are written. False lets `save` wait.
       writes: True locks the directory at once, so that a second job is refused before it trains;
@@ -334,8 +335,8 @@ class Checkpointer:
           like: what `shard_train_state` returned: the state, or `(abstract state, plan)`, which
             holds no arrays. An NNX `(model, optimizer)` is changed in place, and returned.
           only: a regular expression, or several: restores only the weights whose path contains a
-            match, `"."` for all. Other weights, the optimizer's state, the step and random keys
-            keep their values in `like`, and the checkpoint's optimizer does not matter.
+            match, `"."` for all. Other weights, the optimizer's state, the step and typed random
+            keys keep their values in `like`, and the checkpoint's optimizer does not matter.
           verify: False skips the comparison of the files with their checksums.
           cast: True converts arrays of another floating dtype, and of another integer dtype.
 
@@ -355,8 +356,9 @@ class Checkpointer:
             local = set() if self._local is None else self._local.steps
             there = sorted({*self.all_steps(), *local})
             asked = None if step is None else existing_step(self._store, step, there)
-            refuse_waiting(like)
-            return *state_and_plan(like, "restore(like=...)"), asked
+            state, plan = state_and_plan(like, "restore(like=...)")
+            refuse_waiting(state)
+            return state, plan, asked
 
         what = f"restore(step={shown(step)}, verify={shown(verify)}, cast={shown(cast)})"
         if only is not None:

@@ -67,7 +67,7 @@ class RetentionPolicy:
         """The steps with a finite metric, the best first, and of equal ones the newest."""
         known: dict[int, Any] = {step: x.get(self.metric) for step, x in metadata.items()}
         sign = -1 if self.mode == "max" else 1
-        finite = {s: x for s, x in known.items() if _is_number(x) and math.isfinite(x)}
+        finite = {s: x for s, x in known.items() if _is_number(x) and _is_finite(x)}
         pairs = sorted((sign * x, -step) for step, x in finite.items())
         return [-step for _, step in pairs]
 
@@ -80,9 +80,9 @@ class RetentionPolicy:
             return ranked[0]
         names = sorted({repr(name) for x in metadata.values() for name in x})
         raise GShardError(
-            f"best_step: no step in {where} has a finite {self.metric!r} in its metadata, which "
-            f"has {some(names) or 'nothing'}. Save it with metadata=, or name another metric: "
-            "Checkpointer(metric=)."
+            f"best_step: no step in {where} has a finite number {self.metric!r} in its metadata "
+            f"(keys there: {some(names) or 'none'}). Save one with metadata=, or name another "
+            "metric: Checkpointer(metric=)."
         )
 
     def check(self, metadata: Mapping[str, Any]) -> None:
@@ -106,3 +106,10 @@ def readable_metadata(store: Store) -> dict[int, Mapping[str, Any]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond floats
+        return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ from gshard.train_state import PARAMETERS, Components
 
 _FIELDS = "non_trainable/"
 _PARAMETERS = tuple(f"{_FIELDS}{x}/" for x in PARAMETERS)
+
+
+T = TypeVar("T")
 
 
 class Weight(NamedTuple):
@@ -132,55 +135,55 @@ def chosen(weights: Mapping[str, Weight], only: Any, call: str) -> dict[str, Wei
 def _patterns(only: Any, call: str) -> list[re.Pattern[str]]:
     texts = [only] if isinstance(only, str) else only
     if not isinstance(texts, (list, tuple, set, frozenset)):
-        raise GShardError(f"{call}: only={shown(only)} must be a regular expression, or several.")
+        raise GShardError(
+            f"{call}: only={shown(only)} must be a regular expression as a string, or several."
+        )
     return [pattern(text, f"{call}: only=") for text in texts]
 
 
 def warn_of_choice(plan: Plan, only: Any, call: str) -> None:
     """Warns of patterns that match more than they seem to, and of averages that they leave out.
 
-    Averages of the parameters have the same names and shapes, in a field of their own. If they are
+    Averages of the parameters have their names and shapes, in a field of their own. If they are
     left out, they are those of other parameters from now on.
     """
-    places = {path: weight_at(path) for path in layouts_of(plan)}
-    weights = {name for name in places.values() if name is not None}
     patterns = _patterns(only, call)
-    warn_of_cut_numbers(f"{call}: only", [x.pattern for x in patterns], weights)
-    shapes = {
-        weight: x.shape
-        for x, weight in zip(layouts_of(plan).values(), places.values(), strict=True)
-        if weight is not None
-    }
-    fields = {
-        weight
-        for path, weight in places.items()
-        if weight is not None and path.startswith(_FIELDS) and not path.startswith(_PARAMETERS)
-    }
-    params = weights - fields
-
-    def twin(weight: str) -> str | None:
-        """The parameter that has this name in its own field, or behind it."""
-        first, _, rest = weight.partition("/")
-        ends = [x for x in params if x == rest or (x.partition("/")[2] == rest != "")]
-        return next((x for x in ends if shapes[x] == shapes[weight]), None)
+    params, fields = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
+    for path, layout in layouts_of(plan).items():
+        if (weight := weight_at(path)) is not None:
+            is_field = path.startswith(_FIELDS) and not path.startswith(_PARAMETERS)
+            (fields if is_field else params)[weight] = layout.shape
+    texts = [x.pattern for x in patterns]
+    warn_of_cut_numbers(f"{call}: only", texts, [*params, *fields])
 
     def is_chosen(weight: str) -> bool:
         return any(x.search(weight) for x in patterns)
 
-    groups: dict[str, list[str]] = {}
-    for weight in sorted(fields):
-        groups.setdefault(weight.partition("/")[0], []).append(weight)
     left: list[str] = []
-    for group in groups.values():
-        twins = {x: twin(x) for x in group}
-        if all(twins.values()):
-            left += [x for x, y in twins.items() if y and is_chosen(y) and not is_chosen(x)]
-    if left:
+    below = _subtrees(fields)
+    for prefix, own in _subtrees(params).items():
+        if len(own) < len(params):
+            continue  # what is below is a part of the parameters
+        for place, tree in below.items():
+            if tree == own:
+                left += [place + x for x in tree if is_chosen(prefix + x)]
+    if left := [x for x in dict.fromkeys(left) if not is_chosen(x)]:
         warn(
             f"{call}: only= chooses parameters, but not {some(left)}, which have the same names "
             "and shapes. If they are averages of the parameters (EMA), they are still averages of "
             "the old ones: add them to only=, or copy the new parameters into them."
         )
+
+
+def _subtrees(shapes: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """What is below each prefix of the paths, such as `ema/`, and below the empty one."""
+    found: dict[str, dict[str, T]] = {}
+    for path, shape in shapes.items():
+        names = path.split("/")
+        for i in range(len(names)):
+            prefix = "".join(f"{name}/" for name in names[:i])
+            found.setdefault(prefix, {})[path.removeprefix(prefix)] = shape
+    return found
 
 
 def parts_to_restore(

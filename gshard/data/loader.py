@@ -126,16 +126,19 @@ class DataLoader:
 
     def _warn_of_unread(self, size: int) -> None:
         left = self._source.length % size
-        if left and self._source.takes_mask:
-            how = "pad_last=True fills a batch with them"
-        else:
-            how = "drop_remainder=False gives a smaller batch, if the devices divide it"
-        if left:
-            warn(
-                f"the last {left} of {self._source.length} examples are never read: they fill no "
-                f"batch of {size}, and shuffle=False. {how}; pass drop_remainder=True if that is "
-                "intended."
-            )
+        if not left:
+            return
+        how = (
+            "drop_remainder=False reads them too, in a smaller last batch"
+            if left % self._plan.group.batch_shards == 0
+            else "pad_last=True reads them too, in a last batch that is filled up and has a mask"
+            if self._source.takes_mask
+            else "Make each example a dictionary (transform=) and pass pad_last=True to read them"
+        )
+        warn(
+            f"the last {left} of {self._source.length} examples are never read: they fill no batch "
+            f"of {size}, and shuffle=False. {how}; pass drop_remainder=True if that is intended."
+        )
 
     def __len__(self) -> int:
         """Number of batches of one epoch."""

@@ -120,4 +120,4 @@ def only_with(config: Mapping[str, Any], **known: Any) -> None:
 def need(possible: bool, what: str) -> None:
     """Refuses sizes that do not fit each other; `what` says which are possible."""
     if not possible:
-        raise gshard.GShardError(f"These sizes are not possible. It must hold that {what}.")
+        raise gshard.GShardError(f"These sizes do not fit together: {what}.")

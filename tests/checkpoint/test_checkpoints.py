@@ -328,6 +328,8 @@ def test_a_model_wrapped_as_in_paddle(tmp_path):
         for how in ({}, {"only": "."}):  # they would be added to those of the restored weights
             with pytest.raises(gshard.GShardError, match="no_sync.*clear_gradients"):
                 checkpointer.restore(like=pair, **how)
+            with pytest.raises(gshard.GShardError, match="no_sync.*clear_gradients"):
+                checkpointer.restore(like=(pair, pair[1].plan), **how)
         pair[0].clear_gradients()
         assert checkpointer.restore(like=pair).state[0] is pair[0]
         assert steps(*pair, 1, 2) == after

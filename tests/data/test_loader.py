@@ -132,8 +132,13 @@ def test_a_map_dataset_of_grain():
 
 
 def test_examples_that_are_never_read_are_said():
-    with pytest.warns(gshard.GShardWarning, match="the last 16 of 40 examples are never read"):
-        DataLoader(data(40), 24, PLAN, shuffle=False)
+    for source, words in [
+        (data(40), "the last 16 of 40 examples are never read.*drop_remainder=False reads"),
+        (data(41), "the last 17 of 41 examples.*pad_last=True reads"),
+        (data(41)["x"], "the last 17 of 41 examples.*Make each example a dictionary"),
+    ]:
+        with pytest.warns(gshard.GShardWarning, match=words):
+            DataLoader(source, 24, PLAN, shuffle=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for options in (
@@ -144,6 +149,7 @@ def test_examples_that_are_never_read_are_said():
         ):
             DataLoader({"x": data(40)["x"]}, 24, PLAN, **({"shuffle": False} | options))
         DataLoader(data(48), 24, PLAN, shuffle=False)
+        DataLoader(Items(sys.maxsize), 24, PLAN, shuffle=False)
 
 
 def test_the_remainder_is_dropped_or_a_smaller_batch():

@@ -259,29 +259,27 @@ def request(words: list[str]) -> Request:
 
 
 def _wrong_module(name: str) -> str:
-    """What is wrong with the module of `-m`; empty if the job's processes find it.
+    """What is wrong with the module of `-m`; empty if the job's processes may find it.
 
-    Nothing is imported, and what an import hook provides is not known: that is taken for right.
+    Nothing is imported: whether a package has the rest of the name is left to Python.
     """
-    if os.path.isfile(name):
-        return "it is a file. Leave out -m."
-    if "/" in name:
-        return f"a module is named with dots: {name.strip('/').replace('/', '.')}."
     first, *rest = name.split(".")
     find = importlib.machinery.PathFinder.find_spec
-    try:
-        found = importlib.util.find_spec(first) or find(first, [os.getcwd()])
+    try:  # as the processes do: this folder comes first
+        found = find(first, [os.getcwd(), *sys.path]) or importlib.util.find_spec(first)
     except ValueError:  # of an empty name
         found = None
-    if first == "__main__":  # that of this process
-        found = None
-    for part in rest:
-        inside = found and found.submodule_search_locations
-        found = find(part, list(inside)) if inside else None
-    if found is None:
+    if found is None or first == "__main__":
+        path = os.path.normpath(name.removesuffix(".py"))
+        if os.path.isfile(name):
+            return "it is a file. Leave out -m."
+        if "/" in name and not path.startswith((".", "/")):
+            return f"a module is named with dots: {path.replace('/', '.')}."
         return f"it is neither in this folder nor among the packages of {sys.executable}."
+    if name == f"{first}.py" and os.path.isfile(name):
+        return "it is a file. Leave out -m."
     inside = found.submodule_search_locations
-    if inside is not None and find("__main__", list(inside)) is None:
+    if not rest and inside is not None and find("__main__", list(inside)) is None:
         return "it is a package without __main__.py. Name a module in it."
     return ""
 
