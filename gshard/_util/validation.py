@@ -87,8 +87,8 @@ def pattern(value: Any, where: str) -> re.Pattern[str]:
     """Compiles a regular expression of the argument `where`, which is matched with paths."""
     if not isinstance(value, str):
         raise GShardError(
-            f"{where} pattern {shown(value)} must be a string, such as '^Dense_1/'; flags are a "
-            "part of it, such as '(?i)dense'."
+            f"{where} pattern {shown(value)} must be a regular expression as a string, such as "
+            "'^Dense_1/'; flags are a part of it, as in '(?i)dense'."
         )
     try:
         return re.compile(value)

@@ -192,7 +192,7 @@ def test_bad_input(written):
         ("nope", "only='nope' matches no weight. There are BatchNorm_0/bias"),
         ([], "chooses nothing"),
         ("(", "not a regular expression"),
-        ([b"w"], "must be a string, such as"),
+        ([b"w"], "must be a regular expression as a string"),
         (re.compile("w"), "must be a regular expression as a string"),
         (3, "only=3 must be a regular expression as a string, or several"),
     ]:

@@ -271,7 +271,7 @@ def test_an_index_along_such_a_name_needs_one_data_axis():
         one_step(loss, gshard.make_mesh())
     with (
         pytest.warns(gshard.GShardWarning, match="over the axis 'batch'"),
-        pytest.raises(gshard.GShardError, match=rf"index along 'batch' \(.*{HERE}:\d+\)"),
+        pytest.raises(gshard.GShardError, match=rf"axis_index\('batch'\) \(.*{HERE}:\d+\)"),
     ):
         one_step(loss, gshard.make_mesh(replica=2), loss_semantics="per_device")
 
