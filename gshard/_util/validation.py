@@ -142,11 +142,11 @@ def _ends_of(path: str) -> list[str]:
     return [path[i + 1 :] for i, letter in enumerate(path) if letter == "/"]
 
 
-def names_of(argument: str, value: Any) -> tuple[str, ...]:
+def names_of(argument: str, value: Any, what: str = "a name") -> tuple[str, ...]:
     """One name or several names as a tuple; refuses what are not strings."""
     names = (value,)
     if isinstance(value, (Sequence, Set)) and not isinstance(value, str):
         names = tuple(sorted(value) if isinstance(value, Set) else value)
     if not all(isinstance(name, str) for name in names):
-        raise GShardError(f"{argument}={shown(value)} must be a name, or several.")
+        raise GShardError(f"{argument}={shown(value)} must be {what}, or several.")
     return names

@@ -31,8 +31,10 @@ from gshard.train_state import FROZEN, PARAMETERS, Components
 
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]]
 PARAMS, MASTER = "params/", "opt_state/master/"
-_FROZEN, _OTHERS = f"non_trainable/{FROZEN}/", "non_trainable/"
-_WEIGHTS = (MASTER, PARAMS, *(f"{_OTHERS}{x}/" for x in PARAMETERS), _OTHERS)  # exact ones first
+FIELDS = "non_trainable/"
+FIELDS_OF_PARAMETERS = tuple(f"{FIELDS}{x}/" for x in PARAMETERS)
+_FROZEN = f"{FIELDS}{FROZEN}/"
+_WEIGHTS = (MASTER, PARAMS, *FIELDS_OF_PARAMETERS, FIELDS)  # exact ones first
 CASTS = "cast=True converts floating dtypes into one another, and integer ones."
 _SHOWN = 100  # differences that a message lists
 
@@ -108,7 +110,7 @@ def check_same_run(
     (theirs, all_theirs), (mine, all_mine) = map(_params_and_weights, (stored, own))
     found = [f"{p} is missing" for p in theirs if p not in all_mine]
     found += [f"{p} is added" for p in mine if p not in all_theirs]
-    both = [p for p in all_theirs if p in all_mine and p in {**theirs, **mine}]
+    both = [p for p in theirs | mine if p in all_theirs and p in all_mine]
     found += [
         f"{p} has the shape {all_mine[p]}, there {all_theirs[p]}"
         for p in both
@@ -276,7 +278,7 @@ def source_of(path: str, layout: Layout, stored: Mapping[str, ArrayInfo]) -> str
     if weight is None or (path in stored and not path.startswith(PARAMS)):
         return path
     places = [x + weight for x in _WEIGHTS if x + weight in stored]
-    if len(places) > 1 and places[-1] == _OTHERS + weight:
+    if len(places) > 1 and places[-1] == FIELDS + weight:
         places.pop()  # a field with the path of a parameter
     return min(places, key=lambda x: stored[x].dtype != str(layout.dtype), default=path)
 

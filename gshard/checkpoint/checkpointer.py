@@ -360,9 +360,8 @@ class Checkpointer:
             refuse_waiting(state)
             return state, plan, asked
 
-        what = f"restore(step={shown(step)}, verify={shown(verify)}, cast={shown(cast)})"
-        if only is not None:
-            what = what.replace("verify", f"only={shown(only)}, verify")
+        part = "" if only is None else f"only={shown(only)}, "
+        what = f"restore(step={shown(step)}, {part}verify={shown(verify)}, cast={shown(cast)})"
         with self._in_use, spending("checkpoint"):
             self.wait()
             began = time.monotonic()

@@ -16,18 +16,20 @@ import jax.numpy as jnp
 
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import flatten, same_leaves
-from gshard._util.validation import pattern, shown, warn_of_cut_numbers
-from gshard.checkpoint.arrays import ArrayInfo, layouts_of, weight_at
+from gshard._util.validation import names_of, pattern, warn_of_cut_numbers
+from gshard.checkpoint.arrays import (
+    FIELDS,
+    FIELDS_OF_PARAMETERS,
+    ArrayInfo,
+    layouts_of,
+    weight_at,
+)
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_abstract, refuse_donated
 from gshard.train.optim.made_of_params import layouts_made_of_params, make_of_params
-from gshard.train_state import PARAMETERS, Components
-
-_FIELDS = "non_trainable/"
-_PARAMETERS = tuple(f"{_FIELDS}{x}/" for x in PARAMETERS)
-
+from gshard.train_state import Components
 
 T = TypeVar("T")
 
@@ -133,11 +135,7 @@ def chosen(weights: Mapping[str, Weight], only: Any, call: str) -> dict[str, Wei
 
 
 def _patterns(only: Any, call: str) -> list[re.Pattern[str]]:
-    texts = [only] if isinstance(only, str) else only
-    if not isinstance(texts, (list, tuple, set, frozenset)):
-        raise GShardError(
-            f"{call}: only={shown(only)} must be a regular expression as a string, or several."
-        )
+    texts = names_of(f"{call}: only", only, "a regular expression as a string")
     return [pattern(text, f"{call}: only=") for text in texts]
 
 
@@ -151,7 +149,7 @@ def warn_of_choice(plan: Plan, only: Any, call: str) -> None:
     params, fields = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
     for path, layout in layouts_of(plan).items():
         if (weight := weight_at(path)) is not None:
-            is_field = path.startswith(_FIELDS) and not path.startswith(_PARAMETERS)
+            is_field = path.startswith(FIELDS) and not path.startswith(FIELDS_OF_PARAMETERS)
             (fields if is_field else params)[weight] = layout.shape
     texts = [x.pattern for x in patterns]
     warn_of_cut_numbers(f"{call}: only", texts, [*params, *fields])

@@ -128,13 +128,12 @@ class DataLoader:
         left = self._source.length % size
         if not left:
             return
-        how = (
-            "drop_remainder=False reads them too, in a smaller last batch"
-            if left % self._plan.group.batch_shards == 0
-            else "pad_last=True reads them too, in a last batch that is filled up and has a mask"
-            if self._source.takes_mask
-            else "Make each example a dictionary (transform=) and pass pad_last=True to read them"
-        )
+        if left % self._plan.group.batch_shards == 0:
+            how = "drop_remainder=False reads them too, in a smaller last batch"
+        elif self._source.takes_mask:
+            how = "pad_last=True reads them too, in a last batch that is filled up and has a mask"
+        else:
+            how = "Make each example a dictionary (transform=) and pass pad_last=True to read them"
         warn(
             f"the last {left} of {self._source.length} examples are never read: they fill no batch "
             f"of {size}, and shuffle=False. {how}; pass drop_remainder=True if that is intended."

@@ -269,15 +269,13 @@ def _wrong_module(name: str) -> str:
         found = find(first, [os.getcwd(), *sys.path]) or importlib.util.find_spec(first)
     except ValueError:  # of an empty name
         found = None
+    if os.path.isfile(name) and (found is None or name == f"{first}.py"):
+        return "it is a file. Leave out -m."
     if found is None or first == "__main__":
         path = os.path.normpath(name.removesuffix(".py"))
-        if os.path.isfile(name):
-            return "it is a file. Leave out -m."
         if "/" in name and not path.startswith((".", "/")):
             return f"a module is named with dots: {path.replace('/', '.')}."
         return f"it is neither in this folder nor among the packages of {sys.executable}."
-    if name == f"{first}.py" and os.path.isfile(name):
-        return "it is a file. Leave out -m."
     inside = found.submodule_search_locations
     if not rest and inside is not None and find("__main__", list(inside)) is None:
         return "it is a package without __main__.py. Name a module in it."
