@@ -84,7 +84,7 @@ class LocalGradients:
     Attributes:
       grads: a tree like the parameters: full gradients, or with `accumulate="scatter"` the local
         shard, summed over the shard group.
-      loss: float32 `(devices,)`.
+      loss: float32, or float64 of a float64 loss, `(devices,)`.
       weight: float32 `(devices,)`, by which the sums are divided in the end.
       aux: the loss's auxiliary output in a form that adds up, or None.
       accumulate: `local` or `scatter`.

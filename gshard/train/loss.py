@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gshard._util.arrays import at_least_float32
 from gshard._util.errors import GShardError, did_you_mean, some, warn
 from gshard._util.pytree import flatten, path_of, same_leaves
 from gshard._util.validation import shown
@@ -97,7 +98,7 @@ class NormalizedLoss:
     of_global_batch: bool = False  # a plain loss has no weight (None), and aux is not averaged
 
     def __call__(self, leaves: list[jax.Array], non_trainable: Any, batch: Any, rng: Any) -> Any:
-        """Computes the loss of these examples, as float32, from full parameter leaves."""
+        """Computes the loss of these examples, at least as float32, from full parameter leaves."""
         params = jax.tree.unflatten(self.structure, leaves)
         out, updates = self.loss(params, non_trainable, batch, rng)
         updates = _like_the_non_trainable(updates, non_trainable)
@@ -129,13 +130,13 @@ class NormalizedLoss:
         if not jnp.issubdtype(jnp.result_type(total), jnp.floating):
             raise GShardError(f"the loss must be floating; it is {jnp.result_type(total)}.")
         _check_aux(aux, None if self.of_global_batch else batch)
-        total = jnp.asarray(total, jnp.float32)
+        total = at_least_float32(total)
         if plain and self.of_global_batch:
             return total, (None, aux, updates)
         if plain and self.by_examples:
             weight = _examples(batch)
             total = total * weight
-        weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+        weight = jax.lax.stop_gradient(at_least_float32(weight))
         return total, (weight, aux, updates)
 
 
@@ -252,7 +253,7 @@ def as_sums(aux: Any, weight: Any) -> Any:
 
     def total(x: Any) -> Any:
         if isinstance(x, Weighted):
-            return Weighted(jnp.asarray(x.sum, jnp.float32), jnp.asarray(x.weight, jnp.float32))
+            return Weighted(at_least_float32(x.sum), at_least_float32(x.weight))
         if not isinstance(x, Reduced):
             return _weighed(x, weight)
         value = jnp.asarray(x.value)

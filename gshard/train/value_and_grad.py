@@ -75,9 +75,9 @@ def value_and_grad(
       Linen: `f(params, batch, *, rng=None, **collections) -> (value, grads)`, where value is the
       loss, `(loss, aux)`, `(loss, updates)` or `(loss, (aux, updates))`. NNX: `f(model, batch)`;
       what the loss changes in the model is written into it. No key is folded, except with
-      device and micro-batch where `loss_semantics` says so. With `sync=False` the loss is float32
-      `(devices,)`: that of each device with `"per_device"`, otherwise only its terms, of which
-      `reduce_gradients` makes the loss. It returns aux as well.
+      device and micro-batch where `loss_semantics` says so. With `sync=False` the loss has the
+      shape `(devices,)`: that of each device with `"per_device"`, otherwise only its terms, of
+      which `reduce_gradients` makes the loss. It returns aux as well.
 
     Raises:
       GShardError: an option is not valid; at the call, the batch or state does not fit the plan.

@@ -110,19 +110,20 @@ def _quotient(g: jax.Array, by: jax.Array | None) -> jax.Array:
 
 
 def _norm(grads: list[jax.Array], plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """Computes the norm of the gradient, float32 and the same on every device.
+    """Computes the norm of the gradient, at least in float32 and the same on every device.
 
     Also returns which gradients have a finite sum of squares on this device: booleans (1, leaves),
     with model-parallel axes (devices of these, leaves).
     """
     layouts, group = jax.tree.leaves(plan.grads), plan.group
+    dtype = jnp.result_type(jnp.float32, *(jnp.finfo(g.dtype).dtype for g in grads))
 
     def sums(grads: list[jax.Array]) -> jax.Array:
-        totals = [jnp.zeros(1, jnp.float32)]  # for a tree without leaves
+        totals = [jnp.zeros(1, dtype)]  # for a tree without leaves
         for g in grads:
             # not `jax.numpy`, whose calls take three times as long to trace
             size = lax.abs(g) if jnp.iscomplexobj(g) else g
-            square = lax.square(lax.convert_element_type(size, jnp.float32))
+            square = lax.square(lax.convert_element_type(size, dtype))
             totals.append(lax.reshape(lax.reduce_sum(square, range(g.ndim)), (1,)))
         return lax.concatenate(totals, 0)[None]
 
@@ -133,7 +134,7 @@ def _norm(grads: list[jax.Array], plan: Plan) -> tuple[jax.Array, jax.Array]:
             sums, in_specs=(specs,), out_specs=jax.P(names), axis_names={*names}, check_vma=False
         )
     every = sums(grads)
-    copies = np.array([1, *(_copies(layout) for layout in layouts)], np.float32)
+    copies = np.array([1, *(_copies(layout) for layout in layouts)], dtype)
     squares = lax.reduce_sum(lax.div(every, np.broadcast_to(copies, every.shape)), (0, 1))
     return jnp.sqrt(reduce_scalar(squares, group.axes)), lax.is_finite(every)[:, 1:]
 

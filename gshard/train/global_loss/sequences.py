@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard._util.arrays import at_least_float32
 from gshard.sequence.order import Order
 from gshard.sequence.view import full_sequences
 from gshard.sharding.group import Group
@@ -70,7 +71,7 @@ class Sequences:
         evaluator, (total, (weight, aux, updates)) = self._values(fun, trained, *args)
         if weight is None and total.quotient is not None and not divides:
             total, weight = total.quotient
-        share = jnp.asarray(share_of(evaluator, total), jnp.float32)
+        share = at_least_float32(share_of(evaluator, total))
         if weight is not None:
             weight = float_of(evaluator, weight)
 

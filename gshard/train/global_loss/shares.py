@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard._util.arrays import at_least_float32
 from gshard._util.jaxpr import abstract, abstract_like
 from gshard.sharding.group import Group
 from gshard.train.comm.examples import gather_examples
@@ -137,7 +138,8 @@ class GlobalBatch:
         elif weight is None and examples is not None:
             # Every device of the other axes adds it.
             others = self.group.devices // self.shards
-            weight, total = _number(examples / others), _scaled(evaluator, total, examples)
+            weight = _number(examples / others, total)
+            total = _scaled(evaluator, total, examples)
         share = share_of(evaluator, total)
         if weight is None:
             share = share / self.batches
@@ -157,7 +159,7 @@ class GlobalBatch:
 
         aux = jax.tree.map(form, aux, is_leaf=is_output)
         updates = jax.tree.map(last if averaged else sums, updates, is_leaf=is_output)
-        return jnp.asarray(share, jnp.float32), (weight, aux, updates)
+        return at_least_float32(share), (weight, aux, updates)
 
     def _examples(self, batch: Any) -> int:
         sizes = [jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)]
@@ -218,8 +220,8 @@ def is_output(x: Any) -> bool:
     return has_reduction(x) or isinstance(x, Value)
 
 
-def _number(number: float) -> Value:
-    x = jnp.asarray(number, jnp.float32)
+def _number(number: float, like: Value) -> Value:
+    x = jnp.asarray(number, jnp.promote_types(like.aval.dtype, jnp.float32))
     return Value(REPLICATED, jax.typeof(x), x)
 
 
@@ -234,7 +236,7 @@ def float_of(evaluator: GlobalEvaluator, value: Value) -> jax.Array:
     exact = jnp.issubdtype(value.aval.dtype, jnp.inexact) or (known and known.bound is not None)
     if not exact:
         value = Value(REPLICATED, value.aval, evaluator.convert(value, REPLICATED))
-    return jnp.asarray(evaluator.convert(value, PARTIAL), jnp.float32)
+    return at_least_float32(evaluator.convert(value, PARTIAL))
 
 
 def share_of(evaluator: GlobalEvaluator, value: Value) -> Any:
@@ -263,7 +265,7 @@ def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: An
         return Reduced(evaluator.convert(value, REPLICATED), by)
     floating = jnp.issubdtype(value.aval.dtype, jnp.floating) and by == "mean"
     if weight is not None and floating:
-        return _form(evaluator, Weighted(_scaled(evaluator, value, weight), _number(weight)))
+        return _form(evaluator, Weighted(_scaled(evaluator, value, weight), _number(weight, value)))
     narrow = jnp.issubdtype(value.aval.dtype, jnp.integer) and value.aval.dtype.itemsize < 4
     if weight is None and narrow and evaluator.micro_batches == 1:  # wraps as on one device
         return Reduced(evaluator.convert(value, REPLICATED), SAME)
