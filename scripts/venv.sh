@@ -78,7 +78,8 @@ if [ -z "${UPGRADE:-}" ] && [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerpr
     exit 0
 fi
 say "installing gshard and its extras [$extras] into $dir${size:-}"
-"$dir/bin/python" -m pip install --disable-pip-version-check \
+# Python compiles what is imported; pip would compile every file of every package, a third of the time.
+"$dir/bin/python" -m pip install --disable-pip-version-check --no-compile \
     ${UPGRADE:+--upgrade --upgrade-strategy eager} --editable ".[$extras]" </dev/null
 fingerprint > "$stamp"
 say "$dir is ready"

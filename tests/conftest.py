@@ -87,11 +87,11 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Frees programs where a worker has grown: after a test file by little, in between by much."""
+    """Frees programs where a worker has grown: after a test file, and in between if it is large."""
     result = yield
     last = nextitem is None or nextitem.path != item.path
     (left,) = left_bytes
-    most = left + GROWTH_BYTES / 3 if last else max(LARGE_BYTES, left + GROWTH_BYTES)
+    most = left + GROWTH_BYTES if last else max(LARGE_BYTES, left + GROWTH_BYTES)
     if resident_bytes() > most:
         free_programs()
         left_bytes[:] = [resident_bytes()]
