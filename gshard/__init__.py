@@ -91,9 +91,12 @@ if not TYPE_CHECKING:  # so that type checkers report misspelt names
 
     def __getattr__(name: str) -> Any:
         """Imports a public name at its first use: `gshard --help` needs no JAX, Linen no NNX."""
-        if name not in __all__:
-            raise AttributeError(f"module 'gshard' has no attribute {name!r}")
         import importlib
+
+        if name not in __all__:
+            if not name.startswith("_"):
+                _say_where(name)
+            raise AttributeError(f"module 'gshard' has no attribute {name!r}")
 
         with _loading:
             if name not in globals():
@@ -101,6 +104,21 @@ if not TYPE_CHECKING:  # so that type checkers report misspelt names
                 found = importlib.import_module(module)
                 globals()[name] = getattr(found, own) if own else found
         return globals()[name]
+
+    def _say_where(name: str) -> None:
+        """Raises an error for a name of PyTorch or Paddle, or of one of gshard's modules."""
+        import importlib.util
+        import sys
+
+        from gshard._util.errors import missing_name
+
+        if importlib.util.find_spec(f"gshard.{name}") is not None:  # a folder, not imported yet
+            return
+        for place in ("gshard.distributed", "gshard.pytorch", "gshard.paddle"):
+            found = vars(importlib.import_module(place))
+            hint = f"It is {place}.{name}." if name in found["__all__"] else None
+            if hint := hint or found.get("_INSTEAD", found.get("INSTEAD", {})).get(name):
+                raise missing_name("gshard", name, hint, sys._getframe(2))
 
     def _home_of(name: str) -> tuple[str, str]:
         """Returns the module of a public name, as `_public.py` imports it, and its name there."""

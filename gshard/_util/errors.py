@@ -120,12 +120,17 @@ def refuse_names(module: str, instead: Mapping[str, str]) -> Callable[[str], NoR
     def look_up(name: str) -> NoReturn:
         if name not in instead:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        # `from module import name` hides the text of an AttributeError, and hasattr needs one.
-        imports = sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
-        error = MissingNameError if imports else MissingAttributeError
-        raise error(f"{module} has no {name}. {instead[name]}")
+        raise missing_name(module, name, instead[name], sys._getframe(1))
 
     return look_up
+
+
+def missing_name(module: str, name: str, hint: str, asked: FrameType) -> Exception:
+    """The error for a name that a module lacks, asked for by this frame."""
+    # `from module import name` hides the text of an AttributeError, and hasattr needs one.
+    imports = asked.f_globals.get("__name__") == "importlib._bootstrap"
+    error = MissingNameError if imports else MissingAttributeError
+    return error(f"{module} has no {name}. {hint}")
 
 
 def some(items: Iterable[object], most: int = 5) -> str:

@@ -14,6 +14,7 @@ import jax
 
 from gshard._util import events
 from gshard._util.activity import spending
+from gshard._util.arguments import named_arguments
 from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.validation import check_integer, flag, shown
 from gshard.checkpoint.arrays import arrays_of, refuse_waiting, state_and_plan
@@ -36,6 +37,17 @@ from gshard.sharding.plan import Plan
 from gshard.train.late_checks import check_now, forget_checks
 
 S = TypeVar("S")
+
+
+_INSTEAD = {  # of other libraries' arguments
+    "directory": "Pass a folder, or an address such as gs://bucket/run.",
+    "options": "Its options are arguments here, such as every= and keep_last=.",
+    **dict.fromkeys(("max_to_keep", "save_total_limit"), "It is keep_last= here."),
+    **dict.fromkeys(("save_interval_steps", "save_steps"), "It is every= here."),
+    **dict.fromkeys(("keep_period", "keep_every_n_steps"), "It is keep_every= here."),
+    "best_fn": "It is keep_best= here, with metric= and mode=.",
+    "best_mode": "It is mode= here.",
+}
 
 
 class Checkpointer:
@@ -86,6 +98,7 @@ class Checkpointer:
       [1, 2]
     """
 
+    @named_arguments(_INSTEAD, "Checkpointer")
     def __init__(
         self,
         directory: str | os.PathLike[str],

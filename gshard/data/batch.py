@@ -198,10 +198,10 @@ def check_examples(batch: Any, devices: int, micro_batches: int) -> int:
             raise GShardError(
                 f"batch{subscript(path)} has {n} examples and batch{subscript(first)} has {count}. "
                 "All arrays of a batch must have the same number of examples, along their leading "
-                "dimension: transpose an array that has them elsewhere. An array without "
-                "examples, such as class weights, must be a field of the train state or come from "
-                "outside the loss. A random key goes into a batch as a typed scalar, "
-                "jax.random.key(seed)."
+                "dimension: transpose an array that has them elsewhere, and np.stack a list of "
+                "rows. An array without examples, such as class weights, must be a field of the "
+                "train state or come from outside the loss. A random key goes into a batch as a "
+                "typed scalar, jax.random.key(seed)."
             )
     unit = devices * micro_batches
     if count % unit or not count:

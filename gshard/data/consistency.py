@@ -119,8 +119,9 @@ def compare_loaders(
         )
         raise GShardError(
             f"the processes' DataLoaders differ in {given}. Each reads its own examples of one "
-            "order: make all of them with the same arguments and the same data (checksum is of its "
-            "first and last example), and load the same state on all (epoch, position)."
+            "order: give all of them the same arguments and the full dataset (checksum is of its "
+            "first and last example), of which the loader chooses each process's share, and load "
+            "the same state on all (epoch, position)."
         )
     samples = {x["sample"] for x in found.values()}
     if len(samples) > 1 and 0 not in samples:

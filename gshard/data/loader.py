@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from gshard._util.activity import spent_on
+from gshard._util.arguments import named_arguments
 from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.pytree import differences
 from gshard._util.validation import check_integer, flag, shown
@@ -33,6 +34,26 @@ from gshard.distributed.machines import advice
 from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.plan import Plan
 
+_WHOLE = (
+    "Leave it out: every process passes the full dataset, and the loader chooses which examples "
+    "each of them reads."
+)
+_INSTEAD = {  # of other loaders' arguments
+    "plan": "Pass the plan of shard_train_state, or the .plan of a wrapped model or optimizer.",
+    "batch_size": "It counts the examples of the global batch, over all processes.",
+    "dataset": "It is source= here.",
+    "drop_last": "It is drop_remainder= here, and on by default.",
+    "collate_fn": "It is transform= here, a function of one example.",
+    "num_workers": "Leave it out: a thread reads ahead, prefetch= batches.",
+    "prefetch_factor": "It is prefetch= here.",
+    "generator": "It is seed= here.",
+    "epochs": "It is num_epochs= here.",
+    **dict.fromkeys(
+        ("pin_memory", "persistent_workers", "places", "use_shared_memory"),
+        "Leave it out: batches are placed on the devices ahead of time.",
+    ),
+    **dict.fromkeys(("sampler", "batch_sampler", "rank", "num_replicas"), _WHOLE),
+}
 _ENDLESS = sys.maxsize // 2  # examples, as of `grain.MapDataset.repeat()`
 
 
@@ -77,6 +98,7 @@ class DataLoader:
       ...     state, metrics = step(state, global_batch)
     """
 
+    @named_arguments(_INSTEAD, "DataLoader")
     def __init__(
         self,
         source: Any,

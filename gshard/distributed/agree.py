@@ -32,7 +32,7 @@ _CALLS = {
     "state": "shards a train state",
     "auto": "shards a train state at level='auto'",
     "program": "compiles a step",
-    "step": "steps a ZeroRedundancyOptimizer",
+    "hyperparameters": "compares hyperparameters, in set_lr, a state dict or a step",
     "losses": "compares the losses that it has traced",
     "values": "sets a state dict",
 }
@@ -40,7 +40,7 @@ _DATA = "a comparison of data"
 _WAITS = {
     "state": "shard_train_state",
     "program": "a comparison of programs",
-    "step": "a comparison of hyperparameters",
+    "hyperparameters": "a comparison of hyperparameters",
     "values": "a comparison of the state dicts that all processes set",
 }
 _TEXT = 1024  # bytes of a text that are sent where not all of it is needed

@@ -60,10 +60,19 @@ def read_integer(name: str) -> int | None:
         raise GShardError(f"the variable {name}={shown(text)} must be an integer.") from None
 
 
-def of_torchrun() -> int | None:
-    """The number of processes, if torchrun or what sets its variables started several."""
-    rank, count = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
-    return int(count) if rank.isdecimal() and count.isdecimal() and int(count) > 1 else None
+_LAUNCHERS = {  # others: their names of the rank and of the number of processes
+    "torchrun": ("RANK", "WORLD_SIZE"),
+    "paddle.distributed.launch": ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
+}
+
+
+def of_other_launchers() -> tuple[str, int] | None:
+    """What another launcher says, such as `RANK=1 of WORLD_SIZE=2`, and how many processes."""
+    for launcher, names in _LAUNCHERS.items():
+        rank, count = (os.environ.get(name, "") for name in names)
+        if rank.isdecimal() and count.isdecimal() and int(count) > 1:
+            return f"{names[0]}={rank} and {names[1]}={count}, which {launcher} sets", int(count)
+    return None
 
 
 def read_seconds(name: str, default: int, least: int = 1) -> int:

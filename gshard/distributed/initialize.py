@@ -40,10 +40,10 @@ def warn_if_not_joined() -> None:
             f"this process was started as one of {processes}, and has not joined the others: each "
             "trains alone. Call gshard.distributed.initialize() before anything else uses JAX."
         )
-    elif (torch := env_vars.of_torchrun()) is not None:
+    elif (found := env_vars.of_other_launchers()) is not None:
         warn(
-            f"RANK and WORLD_SIZE, which torchrun sets, say that this process is one of {torch}. "
-            "gshard does not read them, so each process trains alone. Start the script by "
+            f"{found[0]}, say that this process is one of {found[1]}. gshard does not read "
+            "them, so each process trains alone. Start the script by "
             "`gshard launch`, or call "
             "gshard.distributed.initialize(coordinator_address, num_processes, process_id)."
         )

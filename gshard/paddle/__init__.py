@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 _LEVEL = "Call group_sharded_parallel(model, optimizer, {!r})."
+_PARALLEL = "Call group_sharded_parallel(model, optimizer, level)."
 _CLIP, _BY_NORM = "Make the optimizer optax.chain(optax.{}, ...).", "clip_by_global_norm(clip_norm)"
 _INSTEAD = INSTEAD | {
     "ClipGradByGlobalNorm": _CLIP.format(_BY_NORM),
@@ -56,8 +57,17 @@ _INSTEAD = INSTEAD | {
     "ParallelEnv": "Call gshard.paddle.get_rank() and gshard.paddle.get_world_size().",
     "amp": "Pass scaler=gshard.GradScaler() to group_sharded_parallel; layers take dtype=.",
     "broadcast": "DataParallel and group_sharded_parallel take the model of the first process.",
+    "distributed_model": _PARALLEL,
+    "distributed_optimizer": _PARALLEL,
+    "DistributedStrategy": _PARALLEL,
+    "shard_optimizer": _PARALLEL,
     "fleet": "Call init_parallel_env() and group_sharded_parallel(model, optimizer, level).",
     "launch": "Start the program by `gshard launch --nproc_per_node n train.py`.",
+    "nn": "Use the layers of flax.nnx or flax.linen.",
+    "no_grad": "Leave it out: only model.backward computes gradients.",
+    "recompute": "Use nnx.remat or jax.checkpoint.",
+    "seed": "A seed is explicit in JAX: nnx.Rngs(seed), jax.random.key(seed).",
+    "set_device": "Leave it out: a process uses its devices. `gshard launch --devices` chooses.",
     "optimizer": "Use the optimizers of optax, such as optax.adamw.",
 }
 if not TYPE_CHECKING:  # so that type checkers report misspelt names

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from gshard._util.arguments import named_arguments
 from gshard._util.errors import GShardError, did_you_mean, warn
 from gshard._util.pytree import flatten
 from gshard._util.validation import check_integer, flag, shown
@@ -36,6 +37,14 @@ class GroupSharded(Wrapped):
     __slots__ = ()
 
 
+_INSTEAD = {
+    "level": 'Pass "os", "os_g" or "p_g_os".',
+    "sync_params_buffers": "Leave it out: all processes take the values of the first one.",
+    "sharding_degree": "Pass group=gshard.paddle.new_group(devices), with so many devices.",
+}
+
+
+@named_arguments(_INSTEAD)
 def group_sharded_parallel(
     model: Any,
     optimizer: Any,

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _SHARDED = 'gshard.shard_train_state(state, mesh, "fsdp") shards parameters as well.'
+_MESH = "Call gshard.make_mesh()."
 _SCALER = "Pass scaler=gshard.GradScaler() to gshard.make_train_step."
 _INSTEAD = INSTEAD | {
     "DDP": "It is DistributedDataParallel.",
@@ -47,6 +48,21 @@ _INSTEAD = INSTEAD | {
     "fully_shard": _SHARDED,
     "new_group": "Call gshard.distributed.new_group(device_numbers).",
     "optim": "Use the optimizers of optax, such as optax.adamw.",
+    "DeviceMesh": _MESH,
+    "MixedPrecision": 'Pass precision="bfloat16" to gshard.shard_train_state.',
+    "ShardingStrategy": _SHARDED,
+    "StateDictType": "gshard.Checkpointer saves shards, gshard.full_params gathers parameters.",
+    "all_gather_object": "Call jax.experimental.multihost_utils.process_allgather(array).",
+    "broadcast_object_list": "Call jax.experimental.multihost_utils.broadcast_one_to_all(array).",
+    "checkpoint": "Use nnx.remat, nn.remat or jax.checkpoint; gshard.Checkpointer saves states.",
+    "clip_grad_value_": "Make the optimizer optax.chain(optax.clip(max), ...).",
+    "init_device_mesh": _MESH,
+    "launch": "Start the program by `gshard launch --nproc_per_node n train.py`.",
+    "lr_scheduler": 'Set opt.param_groups[0]["lr"] before a step, or pass a schedule of optax.',
+    "manual_seed": "A seed is explicit in JAX: nnx.Rngs(seed), jax.random.key(seed).",
+    "nn": "Use the layers of flax.nnx or flax.linen.",
+    "no_grad": "Leave it out: only backward and value_and_grad compute gradients.",
+    "set_device": "Leave it out: a process uses its devices. `gshard launch --devices` chooses.",
     "spawn": "Call gshard.distributed.spawn(function, nprocs=n).",
 }
 if not TYPE_CHECKING:  # so that type checkers report misspelt names

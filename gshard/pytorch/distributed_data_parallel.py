@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gshard._util.arguments import named_arguments
 from gshard._util.validation import check_integer
-from gshard.wrapped.arguments import refuse_unknown
 from gshard.wrapped.data_parallel import DataParallel, copied, data_parallel
 
 _BUCKET, _FIRST_BUCKET = 25, 1  # MB, as in PyTorch
@@ -19,6 +19,10 @@ _INSTEAD = {
     "group": "It is process_group= here.",
     "comm_buffer_size": "It is bucket_cap_mb= here.",
     "mixed_precision": "Give the layers dtype=jnp.bfloat16: they then compute in it.",
+    **dict.fromkeys(
+        ("sharding_strategy", "auto_wrap_policy", "cpu_offload"),
+        'It is FSDP\'s: gshard.shard_train_state(state, mesh, "fsdp") shards parameters as well.',
+    ),
 }
 
 
@@ -38,6 +42,7 @@ class DistributedDataParallel(DataParallel):
 
     __slots__ = ()
 
+    @named_arguments(_INSTEAD, "DistributedDataParallel")
     def __new__(
         cls,
         module: Any = None,
@@ -49,7 +54,6 @@ class DistributedDataParallel(DataParallel):
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
-        **unknown: Any,
     ) -> Any:
         """Wraps a copy of a model; the model itself is not changed.
 
@@ -62,10 +66,9 @@ class DistributedDataParallel(DataParallel):
           bucket_cap_mb: size of a gradient bucket in MB (2^20 bytes), 25 by default; 0 turns
             buckets off.
           find_unused_parameters: warn of the parameters that the loss does not depend on. Their
-            gradient is zero either way.
+            gradient is zero either way, and weight decay still changes them.
           gradient_as_bucket_view: ignored; XLA decides about copies.
           static_graph: ignored; a compiled program always is one.
-          **unknown: refused, with a hint.
 
         Returns:
           The wrapped model.
@@ -76,7 +79,6 @@ class DistributedDataParallel(DataParallel):
         if cls is not DistributedDataParallel:
             return copied(cls)
         del device_ids, output_device, gradient_as_bucket_view, static_graph
-        refuse_unknown(cls, unknown, _INSTEAD)
         size = _BUCKET if bucket_cap_mb is None else bucket_cap_mb
         check_integer("bucket_cap_mb", size, 0, " of MB (0: no buckets)")
         find = find_unused_parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from numbers import Real
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean
+from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean, some
 from gshard._util.validation import flag, shown
 from gshard.pytorch.coupling import dependence
 
@@ -68,6 +69,8 @@ class ParamGroup(MutableMapping[str, Any]):
         if isinstance(lr := every.get("learning_rate"), str):
             raise ArgumentTypeError(f"lr={lr!r} must be a number, or a schedule of optax.")
         every = {name: _python(x) for name, x in every.items()}
+        for rate in {"lr", _RATE} & {name for name, x in every.items() if _is_number(x)}:
+            _check_rate("lr", every[rate])
         self.live = {}
         self.fixed: dict[str, Any] = every
         tx = self._make()
@@ -106,7 +109,14 @@ class ParamGroup(MutableMapping[str, Any]):
 
     def check(self, saved: Mapping[str, Any], where: str) -> None:
         """Refuses saved hyperparameters that do not fit this group."""
-        for name, value in saved.items():
+        named = self._spelled(saved)
+        if strange := set(named) - {*self.fixed, *self.live}:
+            raise GShardError(
+                f"{where} has {some(sorted(map(str, strange)))}, which {self.name} does not take. "
+                f"Its hyperparameters are {some([*self.live, *self.fixed], 9)}. Nothing was "
+                "changed."
+            )
+        for name, value in named.items():
             if name in self.live and not _is_number(value):
                 raise ArgumentTypeError(f"{where}: {name}={shown(value)} is not a number.")
             # A file may change the type of a value.
@@ -117,6 +127,16 @@ class ParamGroup(MutableMapping[str, Any]):
                     "changed."
                 )
 
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Sets those saved hyperparameters that may change."""
+        self.update({k: x for k, x in self._spelled(saved).items() if k in self.live})
+
+    def _spelled(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Saved hyperparameters by the factory's names; `lr` was set after they were saved."""
+        named = {name: x for name, x in saved.items() if name != "params"}
+        lr = {self._known("lr"): named.pop("lr")} if "lr" in named else {}
+        return named | lr
+
     def __getitem__(self, name: str) -> Any:
         return self._params() if name == "params" else (self.fixed | self.live)[self._known(name)]
 
@@ -126,6 +146,8 @@ class ParamGroup(MutableMapping[str, Any]):
             if not _is_number(value):
                 raise ArgumentTypeError(f"{name}={shown(value)} must be a number.")
             value = _python(value)
+            if own in ("lr", _RATE):
+                _check_rate(name, value)
             value = float(value) if isinstance(self.live[own], float) else value
             if value != self.live[own]:
                 self._traced.add(own)
@@ -138,7 +160,7 @@ class ParamGroup(MutableMapping[str, Any]):
             )
         elif type(value) is not type(self.fixed[own]) or not np.all(value == self.fixed[own]):
             raise GShardError(
-                f"{name} of {self.name} is fixed: how the optimizer is built depends on it. Make a "
+                f"{name} of {self.name} is fixed: {_why_fixed(self.fixed[own])}. Make a "
                 f"new ZeroRedundancyOptimizer with {name}={shown(value)}, and load the state dict "
                 "of this one where it fits."
             )
@@ -237,6 +259,11 @@ def _renamed(given: Mapping[str, Any], known: Mapping[str, Any], takes_any: bool
     return {_RATE if name == "lr" else name: x for name, x in given.items()}
 
 
+def _check_rate(name: str, value: Any) -> None:
+    if not 0 <= value < math.inf:  # NaN too
+        raise GShardError(f"{name}={shown(value)} must be a number >= 0.")
+
+
 def _is_number(x: Any) -> bool:
     if isinstance(x, (np.ndarray, jax.Array)):
         return x.shape == () and x.dtype != bool
@@ -249,6 +276,12 @@ def _python(x: Any) -> Any:
         return x
     x = x.item() if hasattr(x, "item") else x
     return x if isinstance(x, int) else float(x)
+
+
+def _why_fixed(value: Any) -> str:
+    if callable(value):
+        return "it is a schedule, which counts the steps itself"
+    return "how the optimizer is built depends on it"
 
 
 # What optax calls the hyperparameters of PyTorch's and Paddle's optimizers.

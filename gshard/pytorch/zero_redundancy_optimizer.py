@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from gshard._util.arguments import named_arguments
 from gshard._util.errors import (
     ArgumentTypeError,
     GShardError,
@@ -24,13 +25,14 @@ from gshard.pytorch.greedy import Greedy
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.param_state import ParamStates
 from gshard.pytorch.parameters import Parameters, options_of, parameters
-from gshard.pytorch.same_hyperparameters import SameHyperparameters
 from gshard.pytorch.state_dict import entries, matched
 from gshard.pytorch.step import OptimizerStep
 from gshard.sharding.plan import Plan
 from gshard.wrapped.arguments import mesh_of
+from gshard.wrapped.same_hyperparameters import SameHyperparameters
 
 _PARTITIONS = {"even": Even, "greedy": Greedy}
+_MISSING = {"optimizer_class": "Pass a factory, such as optax.adamw, and its arguments by name."}
 _INSTEAD = {  # of attributes that PyTorch's optimizers have
     "defaults": "The hyperparameters of group i are opt.param_groups[i], by name.",
     "optim": "Call opt.state_dict(full=False) for the shards on the devices of this process.",
@@ -45,7 +47,6 @@ class ZeroRedundancyOptimizer:
 
     Attributes:
       plan: the layout of every array, as a `gshard.Plan`.
-      param_groups: the groups of parameters, each with hyperparameters that can be changed.
 
     Example:
       >>> opt = gshard.pytorch.ZeroRedundancyOptimizer(params, optax.adam, lr=1e-3)
@@ -54,6 +55,7 @@ class ZeroRedundancyOptimizer:
       >>> opt.param_groups[0]["lr"] = 1e-4
     """
 
+    @named_arguments(_MISSING, "ZeroRedundancyOptimizer")
     def __init__(
         self,
         params: Any,
@@ -103,7 +105,10 @@ class ZeroRedundancyOptimizer:
             )
         self._buckets = parameters_as_bucket_view or self._overlaps
         self._consolidated: tuple[Any, list[Any]] = (None, [])
-        self._same = SameHyperparameters()
+        self._same = SameHyperparameters(
+            "step of the ZeroRedundancyOptimizer",
+            "Set those of param_groups on all processes alike.",
+        )
         self._shard(target, tuple(self._group(target, i, x) for i, x in enumerate(own)))
 
     def __getattr__(self, name: str) -> Any:
@@ -120,6 +125,21 @@ class ZeroRedundancyOptimizer:
         )
 
     @property
+    def param_groups(self) -> tuple[ParamGroup, ...]:
+        """The groups of parameters, each with hyperparameters that can be changed.
+
+        It cannot be replaced: `add_param_group` adds one.
+        """
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, value: Any) -> NoReturn:
+        raise GShardError(
+            f"param_groups={shown(value)}: the groups cannot be replaced. Set the hyperparameters "
+            'of one, such as opt.param_groups[0]["lr"] = 1e-4, or call opt.add_param_group.'
+        )
+
+    @property
     def plan(self) -> Plan:
         """The layout of every array; `print(opt.plan)` shows a table."""
         return self._engine.plan
@@ -133,8 +153,7 @@ class ZeroRedundancyOptimizer:
     @property
     def step(self) -> OptimizerStep:
         """`opt.step(grads)` updates the parameters and returns them; see `OptimizerStep`."""
-        check = lambda: self._same.check(self.plan, self.param_groups)  # noqa: E731
-        return OptimizerStep(lambda: self._engine, check)
+        return OptimizerStep(lambda: self._engine, self._compare)
 
     @property
     def state(self) -> ParamStates:
@@ -185,6 +204,8 @@ class ZeroRedundancyOptimizer:
             return {"shards": self._engine.shards(), "param_groups": groups}
         of, states = self._consolidated
         fresh = of is self._engine.state
+        if not fresh:
+            self._same.compare(self.plan)
         state = jax.tree.map(np.array, states) if fresh else self._engine.states()
         return {"state": state, "param_groups": groups}
 
@@ -209,7 +230,7 @@ class ZeroRedundancyOptimizer:
             plain = [state_dict] if len(wanted) == 1 else state_dict
             self._engine.load(matched(given.get("state", {}) if ours else plain, wanted))
         for group, values in zip(self.param_groups, saved, strict=bool(saved)):
-            group.update({name: x for name, x in values.items() if name in group.live})
+            group.restore(values)
 
     def _saved_values(self, given: Any) -> Sequence[Mapping[str, Any]]:
         """Returns the hyperparameters of each group in a state dict, after checking them."""
@@ -224,6 +245,7 @@ class ZeroRedundancyOptimizer:
             group.check(values, f"load_state_dict: group {i}")
         return saved
 
+    @named_arguments({"recipient_rank": "It is to= here."})
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gathers the state for one process, leaf by leaf; all processes call it.
 
@@ -237,9 +259,19 @@ class ZeroRedundancyOptimizer:
             raise GShardError(
                 f"consolidate_state_dict: to={to} is not a rank of {jax.process_count()} processes."
             )
+        self._same.compare(self.plan)
         states = self._engine.states()
         mine = jax.process_index() == to
         self._consolidated = (self._engine.state, states) if mine else (None, [])
+
+    def _compare(self) -> None:
+        """Compares the hyperparameters of this step and the earlier ones, where it is due."""
+        lines = [
+            f"{name}={value!r} in group {i}"
+            for i, group in enumerate(self.param_groups)
+            for name, value in group.traced().items()
+        ]
+        self._same.add(self.plan, lines)
 
     def join_hook(self, **kwargs: Any) -> None:
         """Does nothing: under `gshard.pytorch.Join` every device takes part in every step."""
@@ -302,7 +334,7 @@ class ZeroRedundancyOptimizer:
     def _shard(self, target: Parameters, groups: tuple[ParamGroup, ...]) -> None:
         """Makes the state of these groups."""
         engine = self._make(target, groups, *self._mesh, self._buckets)
-        self._target, self.param_groups, self._engine = target, groups, engine
+        self._target, self._groups, self._engine = target, groups, engine
         ddp = target.accumulation
         if ddp is not None:
             ddp.stepped_by = engine

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from gshard._util.activity import doing
+from gshard._util.arguments import named_arguments
 from gshard._util.cpu_threads import thread_variables
 from gshard._util.errors import GShardError, warn
 from gshard._util.validation import check_integer, dimension, shown
@@ -236,6 +237,13 @@ def devices_of(argument: str, devices: Any, or_else: str = "") -> list[Any]:
     return given
 
 
+_OF_GROUPS = {  # of PyTorch's and Paddle's arguments
+    "ranks": "It is devices= here: numbers of devices, not of processes.",
+    **dict.fromkeys(("backend", "timeout"), "Leave it out: XLA communicates."),
+}
+
+
+@named_arguments(_OF_GROUPS)
 def new_group(devices: Sequence[int]) -> list[jax.Device]:  # pyright: ignore[reportInvalidTypeForm]
     """Returns the devices with these global indices, for `make_mesh(devices=...)`.
 

@@ -144,9 +144,9 @@ def refuse_donated(leaves: list[Any]) -> None:
             "this train state, or a part of it, was given to an earlier step, which reused its "
             "memory. Continue with what that step returned (state, metrics = step(state, batch)); "
             "if Ctrl-C came before you received it, step.latest has it. An NNX model is updated in "
-            "place: a step deletes arrays taken from it before, such as nnx.state(model) or "
-            "nnx.clone(model); keep copy.deepcopy(model) instead. Or make the step with "
-            "donate=False."
+            "place: a step deletes arrays taken from it before, such as nnx.clone(model), and "
+            "nnx.state(model) follows the model; keep copy.deepcopy(model) instead. Or make the "
+            "step with donate=False."
         )
 
 
@@ -181,6 +181,8 @@ def _placed(x: Any, wanted: jax.ShapeDtypeStruct) -> Any:
     """
     if np.ndim(x) or not (_is_array(x) and not x.committed or isinstance(x, _NUMBERS)):
         return x
+    if jnp.issubdtype(wanted.dtype, dtypes.prng_key):
+        return jax.device_put(x, wanted.sharding)
     value = np.asarray(x, wanted.dtype)
     return jax.make_array_from_callback((), wanted.sharding, lambda _: value)
 

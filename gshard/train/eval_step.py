@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard._util.closure import OutsideValues
-from gshard._util.errors import GShardError, place_of
+from gshard._util.errors import GShardError, place_of, some, warn
 from gshard._util.in_flight import limit_in_flight
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import shown
@@ -64,6 +64,8 @@ def make_eval_step(
       `f(state, batch)`, for NNX `f(model, batch)`. It returns the same tree of global arrays. Those
       with one entry per example stay sharded over the devices.
 
+      What `fn` changes in an NNX model is dropped, with a warning: return it instead.
+
     Raises:
       GShardError: at the call, for a batch, state or output that does not fit.
 
@@ -77,6 +79,7 @@ def make_eval_step(
     check_call(fn, plan, "make_eval_step(fn, plan)")
     check_semantics(loss_semantics)
     is_global, limit = loss_semantics != "per_device", most_gathered(plan, gather_limit)
+    name = f"the eval step of {place_of(fn)}"
 
     def run(parts: Components, batch: Any) -> Any:
         pure = plan.kind.loss(fn, (), parts.static)
@@ -85,7 +88,13 @@ def make_eval_step(
         structure: list[Any] = []  # of what fn returned
 
         def outputs(params: Any, non_trainable: Any, batch: Any) -> Any:
-            out = pure(params, non_trainable, batch, None)[0]
+            out, changed = pure(params, non_trainable, batch, None)
+            if changed:
+                warn(
+                    f"{name} changes {some(changed)} of the model, and an evaluation keeps no "
+                    "change. Return what you need of it, such as metrics.compute(); call "
+                    "model.eval() first if it is of dropout or of batch statistics."
+                )
             others = check_reductions(out, None if is_global else batch, "the evaluation output")
             for path, x in others:
                 if not isinstance(x, Weighted) and not is_numeric(x):
@@ -125,7 +134,6 @@ def make_eval_step(
 
     jitted = jax.jit(run)
     check = TreeChecker(plan.abstract_components().params, "the parameters are")
-    name = f"the eval step of {place_of(fn)}"
     check_program, check_mask = ProgramCheck(plan, name), MaskCheck(name)
     outside = OutsideValues(fn, place_of(fn))
 

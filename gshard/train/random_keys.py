@@ -53,9 +53,10 @@ def refuse_keys(updates: Any, raw: Set[str] = frozenset()) -> None:
     keys = [path for path, x in zip(paths, leaves, strict=True) if _is_key(x) or path in raw]
     if keys:
         raise GShardError(
-            f"the loss changes the PRNG key {some(keys)}, which would differ from device to "
-            "device. Linen: pass rng= to make_train_step, which folds it with step, micro-batch "
-            "and device. NNX: draw from nnx.Rngs, which counts its draws and keeps its key."
+            f"the loss changes the PRNG key {some(keys)}, which would differ between devices and "
+            "micro-batches. Linen: pass rng= to make_train_step, which folds it with step, "
+            "micro-batch and device. NNX: draw from nnx.Rngs, which counts its draws and keeps its "
+            "key."
         )
 
 

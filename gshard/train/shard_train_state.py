@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar, Unpack, overload
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from gshard._util.arguments import named_arguments
 from gshard._util.errors import GShardError, place_of, warn
 from gshard._util.pytree import check_fits, flatten, map_leaves, same_leaves
 from gshard._util.validation import check_takes, flag, shown
@@ -119,6 +121,18 @@ def shard_train_state(
 ) -> tuple[State, Plan]: ...
 
 
+_PAIR = "An NNX model and its optimizer are one argument: (model, optimizer)."
+_INSTEAD = {  # of other libraries' arguments
+    "mesh": "Pass gshard.make_mesh() for all devices.",
+    "level": 'Pass "os" (ZeRO-1), "os_g" (ZeRO-2) or "p_g_os" (ZeRO-3, FSDP).',
+    **dict.fromkeys(("stage", "zero_stage"), 'It is level= here, such as "zero3".'),
+    **dict.fromkeys(("model", "optimizer", "*"), _PAIR),
+    "mixed_precision": 'It is precision= here, such as "bfloat16".',
+    "cpu_offload": "It is offload= here.",
+}
+
+
+@named_arguments(_INSTEAD)
 def shard_train_state(
     state: Any,
     mesh: Mesh | AbstractMesh,
@@ -235,7 +249,7 @@ def shard_and_advise(
     state: Any, mesh: Mesh | AbstractMesh, level: LevelChoice, options: ShardingOptions, advice: str
 ) -> tuple[Any, Plan]:
     """Does what `shard_train_state` does; `advice` ends the warning of replicated parameters."""
-    wanted: dict[str, Any] = {**(shard_train_state.__kwdefaults__ or {}), **options}
+    wanted: dict[str, Any] = {**(inspect.unwrap(shard_train_state).__kwdefaults__ or {}), **options}
     init_args, rules = wanted["init_args"], wanted["rules"]
     chosen = None if is_auto(level) else parse_level(level)
     flag("offload", wanted["offload"])

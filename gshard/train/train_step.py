@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 import jax
 
 from gshard._util import events
+from gshard._util.arguments import named_arguments
 from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError, place_of, some
 from gshard._util.in_flight import limit_in_flight
@@ -51,6 +52,24 @@ from gshard.train_state.nonfinite import GradScaler, Guard
 State = TypeVar("State")
 
 
+_INSTEAD = {  # of other libraries' arguments
+    "plan": "Pass the plan that shard_train_state returned.",
+    "model": "The model is an argument of the loss; a step is called as step(state, batch).",
+    "optimizer": "It is part of the state that shard_train_state shards.",
+    "loss": "It is loss_fn= here.",
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulation_steps", "accumulate_steps"),
+        "It is micro_batches= here: the batch has the examples of all of them.",
+    ),
+    **dict.fromkeys(
+        ("max_grad_norm", "clip_norm", "grad_clip"),
+        "Make the optimizer optax.chain(optax.clip_by_global_norm(max_norm), ...).",
+    ),
+    "donate_argnums": "It is donate= here: True or False.",
+}
+
+
+@named_arguments(_INSTEAD)
 def make_train_step(
     loss_fn: Callable[..., Any],
     plan: Plan,

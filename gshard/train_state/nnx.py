@@ -14,7 +14,7 @@ from flax import nnx
 
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.jaxpr_dataflow import sources
-from gshard._util.pytree import check_unique, flatten
+from gshard._util.pytree import check_unique, flatten, path_of
 from gshard._util.validation import shown
 from gshard.train_state.components import Components, Kind, PureLoss
 
@@ -47,6 +47,12 @@ class Nnx(Kind):
                 "nnx.PathContains('lora'))), or another filter."
             )
         paths, leaves, _ = flatten(self.split(state).params)
+        if not paths:
+            every = flatten(nnx.state(state[0]))[0]
+            raise GShardError(
+                f"the optimizer's wrt={self.wrt} chooses no Variable of the model: nothing would "
+                f"be trained. The model has {some(every)}."
+            )
         trained = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
         if not all(trained):
             fixed = [path for path, yes in zip(paths, trained, strict=True) if not yes]
@@ -62,6 +68,15 @@ class Nnx(Kind):
         return dataclasses.replace(
             parts, opt_state=nnx.as_pure(optimizer.opt_state), step=optimizer.step.get_value()
         )
+
+    def check_step(self, state: Any) -> None:
+        kinds = (x for x in type(state[1]).__mro__ if not x.__module__.startswith("gshard."))
+        if next(x for x in kinds if "update" in vars(x)) is not nnx.Optimizer:
+            raise GShardError(
+                f"{type(state[1]).__name__} has an update of its own, which make_train_step would "
+                "not call. Keep your own nnx.jit step and take the gradient with "
+                "gshard.value_and_grad(loss_fn, plan); see docs/your-own-loop.md."
+            )
 
     def split_inference(self, state: Any) -> Components:
         model = state[0] if isinstance(state, tuple) else state
@@ -160,18 +175,24 @@ class Nnx(Kind):
 
             def run(params: Any, non_trainable: dict[str, Any]) -> tuple[Any, Any]:
                 model = nnx.merge(static.graph, params, static.rest(non_trainable), copy=True)
+                before = _attributes(model)
                 out = loss_fn(model, batch)
-                _, params, rest = nnx.split(model, self.wrt, ...)
+                graph, params, rest = nnx.split(model, self.wrt, ...)
+                if graph != static.graph:
+                    _warn_of_attributes(before, _attributes(model))
                 return out, (nnx.as_pure(params), dict(zip(*flatten(rest)[:2], strict=True)))
 
+            _refuse_modules(batch)
             out, (params_after, after) = run(params, non_trainable)
             given = {*flatten(params)[0], *non_trainable}
             kept = {*flatten(params_after)[0], *after}
             if given != kept:
                 raise GShardError(
                     "the loss adds or removes Variables of the model: "
-                    f"{some(sorted(given ^ kept))}. Make them before shard_train_state, or remove "
-                    "what sow stored, inside the loss: nnx.pop(model, nnx.Intermediate)."
+                    f"{some(sorted(given ^ kept))}. Make them before shard_train_state (a cache of "
+                    "attention by init_cache). Of what sow stores, take nnx.capture(model, "
+                    "nnx.Intermediate)(x), or remove it inside the loss: nnx.pop(model, "
+                    "nnx.Intermediate)."
                 )
             changed = _changed(
                 (params, non_trainable), (params_after, after), lambda *given: run(*given)[1]
@@ -191,6 +212,38 @@ class Nnx(Kind):
         del updates
         structure = jax.tree.structure(nnx.state(model, self.wrt))
         return jax.tree.unflatten(structure, jax.tree.leaves(grads))
+
+
+def _refuse_modules(batch: Any) -> None:
+    """Refuses modules and Variables in a batch: what a loss writes into them would be lost."""
+    kinds = (nnx.Module, nnx.Rngs, nnx.Metric, nnx.Variable)
+    for keys, x in jax.tree.leaves_with_path(batch, is_leaf=lambda x: isinstance(x, kinds)):
+        if isinstance(x, kinds):
+            raise GShardError(
+                f"batch[{path_of(keys)!r}] is of NNX ({type(x).__name__}), and what the loss "
+                "changes in it would be lost. Make it a part of the model, or pass its arrays."
+            )
+
+
+def _attributes(model: nnx.Module) -> dict[str, Any]:
+    """Numbers, flags and texts that the modules of a model have as attributes, by path."""
+    return {
+        "/".join(map(str, (*path, name))): value
+        for path, module in nnx.iter_modules(model)
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float, complex, str, type(None)))
+    }
+
+
+def _warn_of_attributes(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Warns of attributes that the loss has changed: each step has those of `before`."""
+    differing = before.items() ^ after.items()
+    if changed := sorted({path for path, _ in differing}):
+        warn(
+            f"the loss changes the attributes {some(changed)} of the model, which are fixed while "
+            "a step is compiled: the change is dropped, where nnx.jit on one device keeps it. Keep "
+            "what changes in an nnx.Variable, as an array."
+        )
 
 
 def _changed(before: Any, after: Any, run: Callable[..., Any]) -> list[str]:

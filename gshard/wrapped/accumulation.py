@@ -28,6 +28,7 @@ from gshard.train.same_program import ProgramCheck
 from gshard.wrapped import compiled_fns
 from gshard.wrapped.compiled_fns import OnModel, Phases, unused_params
 from gshard.wrapped.loss_fns import Joined, Scaled, check_closure, code_of, own_loss
+from gshard.wrapped.same_hyperparameters import SameHyperparameters
 
 MANY = 16  # loss functions whose programs are kept
 
@@ -66,6 +67,7 @@ class Accumulation:
       joined: for each device of this process 1 if it has data left, else 0, and whether the mean
         is over all devices anyway; or None.
       stepped_by: the owner of an optimizer that is not wrapped; or None.
+      rates: the learning rates that this process has set.
       updating: updates the model within `backward`, which then keeps no gradients; or None.
       finite: whether every entry of the unscaled gradients is finite; None before unscaling.
     """
@@ -88,6 +90,9 @@ class Accumulation:
         self.stepped_by: Any = None
         self.joined: tuple[np.ndarray, bool] | None = None
         self.updating: Updating | None = None
+        self.rates: SameHyperparameters = SameHyperparameters(
+            "set_lr", "Set the same one on all processes, such as the mean of theirs."
+        )
         self._find_unused = find_unused
         self._pending: LocalGradients | None = None
         self._buffers: dict[str, Any] = {}
@@ -128,7 +133,8 @@ class Accumulation:
 
         Returns:
           The loss of the global batch, a scalar; inside `no_sync` that of each device, `(devices,)`
-          (`.mean()` is that of all).
+          (`.mean()` is that of all). Inside `Join` it is divided as the gradients are: by default
+          by the number of all devices, also of those that have no data left.
         """
         _refuse_more(args, kwargs)
         scaler = self._check_call(loss_fn, batch)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,14 +11,12 @@ from flax import nnx
 from flax.nnx.bridge import variables as bridged
 from jax.sharding import Mesh
 
-from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean, some
+from gshard._util.errors import GShardError, some
 from gshard._util.validation import names_of, shown
 from gshard.sharding.group import data_group
 from gshard.sharding.mesh import devices_of, make_mesh
 from gshard.sharding.topology import SHARD
 from gshard.wrapped.wrapped_model import Wrapped
-
-_HIDDEN = ("cls", "unknown")  # arguments of `__new__` that a user does not pass
 
 
 def as_module(model: Any, call: str) -> nnx.Module:
@@ -98,16 +95,6 @@ def mesh_of(
         )
     shape = {SHARD: len(shard)}  # given, so that a TPU torus does not change the replicas
     return make_mesh(shape, replica=len(copies), devices=[every[i] for i in flat]), None
-
-
-def refuse_unknown(kind: type, unknown: Iterable[str], instead: Mapping[str, str]) -> None:
-    """Refuses the first unknown argument of a class; `instead` says what others' names are here."""
-    for name in unknown:
-        names = [x for x in inspect.signature(kind.__new__).parameters if x not in _HIDDEN]
-        hint = f" {instead[name]}" if name in instead else did_you_mean(name, names)
-        raise ArgumentTypeError(
-            f"{kind.__name__} has no argument {name}=.{hint} It takes {some(names, 9)}."
-        )
 
 
 def first_process(mesh: Mesh) -> int:

@@ -11,11 +11,12 @@ import jax
 import optax
 from flax import nnx
 
+from gshard._util.arguments import named_arguments
 from gshard._util.errors import GShardError, some
 from gshard._util.validation import check_integer, flag, shown
 from gshard.train.shard_train_state import shard_train_state
 from gshard.wrapped.accumulation import Accumulation
-from gshard.wrapped.arguments import as_module, first_process, mesh_of, refuse_unknown
+from gshard.wrapped.arguments import as_module, first_process, mesh_of
 from gshard.wrapped.wrapped_model import Wrapped, keepers, wrapped
 
 _MB = 2**20
@@ -45,6 +46,7 @@ class DataParallel(Wrapped):
 
     __slots__ = ()
 
+    @named_arguments(_INSTEAD, "DataParallel")
     def __new__(
         cls,
         layers: Any = None,
@@ -53,7 +55,6 @@ class DataParallel(Wrapped):
         last_comm_buffer_size: float = 1,
         find_unused_parameters: bool = False,
         group: Any = None,
-        **unknown: Any,
     ) -> Any:
         """Wraps a copy of a model; the model itself is not changed.
 
@@ -63,9 +64,8 @@ class DataParallel(Wrapped):
           comm_buffer_size: size of a gradient bucket in MB (2^20 bytes); 0 turns buckets off.
           last_comm_buffer_size: size in MB of the first and of the last bucket to be reduced.
           find_unused_parameters: warn of the parameters that the loss does not depend on. Their
-            gradient is zero either way.
+            gradient is zero either way, and weight decay still changes them.
           group: devices from `gshard.distributed.new_group`, or a mesh. Default: all devices.
-          **unknown: refused, with a hint.
 
         Returns:
           The wrapped model.
@@ -76,7 +76,6 @@ class DataParallel(Wrapped):
         if cls is not DataParallel:
             return copied(cls)
         del strategy
-        refuse_unknown(cls, unknown, _INSTEAD)
         size = check_integer("comm_buffer_size", comm_buffer_size, 0, " of MB (0: no buckets)")
         last = last_comm_buffer_size
         if isinstance(last, bool) or not isinstance(last, Real) or not 0 < last < math.inf:

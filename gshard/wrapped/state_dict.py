@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from gshard._util.arguments import named_arguments
 from gshard._util.durable import make_folder, rename, replace_folder
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import check_unique, flatten
@@ -305,6 +306,13 @@ def _write(folder: Path, values: dict[str, Any]) -> None:
         raise
 
 
+_OF_FILES: dict[str, str] = dict.fromkeys(
+    ("map_location", "weights_only", "return_numpy"),
+    "Leave it out: arrays come as NumPy's, and nothing is unpickled.",
+)
+
+
+@named_arguments(_OF_FILES)
 def load(path: str | Path) -> dict[str, Any]:
     """Reads the state dict that `save` wrote into a directory.
 

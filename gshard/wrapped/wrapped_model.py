@@ -35,6 +35,7 @@ from gshard.wrapped.state_dict import (
 _every: weakref.WeakSet[Accumulation] = weakref.WeakSet()
 
 _SAME = "A wrapped model is an instance of your own class and has its attributes: use model itself."
+_DTYPE = "Give the layers dtype=jnp.bfloat16: they then compute in it."
 _PLACED = "Arrays are placed where model.plan says. Choose devices when you wrap the model."
 
 
@@ -83,7 +84,21 @@ class Wrapped(Keeping):
         "cpu": "Call model.state_dict() for the values on the host.",
         "buffers": "model.state_dict() has parameters and buffers by name.",
         "named_buffers": "model.state_dict() has parameters and buffers by name.",
-        "named_parameters": "Call model.parameters(), or model.state_dict() for arrays by name.",
+        "named_parameters": "nnx.to_flat_state(nnx.state(model, nnx.Param)) has pairs of a path "
+        "and a Variable; model.state_dict() has the arrays by name.",
+        **dict.fromkeys(("half", "bfloat16", "float", "astype"), _DTYPE),
+        "clip_grad_norm_": "Make the optimizer optax.chain(optax.clip_by_global_norm(...), ...).",
+        "grad": "The gradients of all parameters are model.grads.",
+        "compile": "Leave it out: backward and model(x) are compiled.",
+        "forward": "Call model(x).",
+        "join": "Use `with gshard.pytorch.Join([model, optimizer]):`.",
+        "device": "print(model.plan) shows where arrays are.",
+        "training": "NNX has a flag in each layer: model.train() and model.eval() set them.",
+        **dict.fromkeys(
+            ("children", "named_children", "sublayers", "named_sublayers", "apply"),
+            "Call nnx.iter_modules(model).",
+        ),
+        "set_requires_gradient_sync": "Call backward within `with model.no_sync():`.",
         "named_modules": "Call nnx.iter_modules(model).",
         "modules": "Call nnx.iter_modules(model).",
         "requires_grad_": 'To freeze "head" for a step, set model.grads["head"] = None before it.',
@@ -137,6 +152,12 @@ class Wrapped(Keeping):
             super().__setattr__(name, value)
             return
         keep = kept(self)
+        if keep.updating is not None:
+            raise GShardError(
+                "grads: the optimizer updates during backward (overlap_with_ddp=True), which keeps "
+                "no gradients. Clip in the optimizer, optax.chain(optax.clip_by_global_norm(...), "
+                "...), or make it without overlap_with_ddp."
+            )
         if value is None:  # as PyTorch's users drop them
             keep.clear()
             return

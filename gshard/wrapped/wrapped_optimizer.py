@@ -118,17 +118,35 @@ class WrappedOptimizer(Keeping):
         return float(self._gshard_hyperparams("get_lr")[LEARNING_RATE])
 
     def set_lr(self, value: Any) -> None:
-        """Sets the learning rate from the next step on; nothing is recompiled."""
+        """Sets the learning rate from the next step on; nothing is recompiled.
+
+        All processes must set the same one. They compare what they have set at calls 1, 2, 4, 8,
+        ..., and in `state_dict`.
+
+        Raises:
+          GShardError: it is no number >= 0, or the optimizer keeps none; or the processes have set
+            different ones.
+        """
         number = value.item() if getattr(value, "shape", None) == () else value
         fits = isinstance(number, Real) and not isinstance(number, bool)
         if not fits or not 0 <= float(number) < math.inf:
             raise GShardError(f"set_lr({shown(value)}): a learning rate must be a number >= 0.")
         old = self._gshard_hyperparams("set_lr")[LEARNING_RATE]
+        keep = kept(self)
+        keep.rates.add(keep.plan, [f"{LEARNING_RATE}={float(number)}"])
         stored = {name: x for name, x in self._gshard_named().items() if x[0] is old}
         put_values(self, dict.fromkeys(stored, number), stored)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's state by dotted path, as full NumPy arrays."""
+        """Returns the optimizer's state by dotted path, as full NumPy arrays.
+
+        All processes must call it.
+
+        Raises:
+          GShardError: the processes have set different learning rates.
+        """
+        keep = kept(self)
+        keep.rates.compare(keep.plan)
         return full_values(self._gshard_named())
 
     def set_state_dict(self, state_dict: Any) -> None:

@@ -466,7 +466,12 @@ def test_variables_of_a_job_that_cannot_be(monkeypatch):
         ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "ok", "rank 1 of 4, by SLURM_PROCID"),
         ({"SLURM_NTASKS": "4"}, "warn", "srun did not start this process: it is alone"),
         ({"SLURM_NTASKS": "1"}, "ok", "this process is alone"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "warn", "RANK=0 and WORLD_SIZE=2, as of torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "warn", "WORLD_SIZE=2, which torchrun sets"),
+        (
+            {"PADDLE_TRAINER_ID": "1", "PADDLE_TRAINERS_NUM": "2"},
+            "warn",
+            "PADDLE_TRAINERS_NUM=2, which paddle.distributed.launch sets",
+        ),
     ],
 )
 def test_launchers_of_others(told, ok, said, monkeypatch):

@@ -210,6 +210,35 @@ def rate_of_one(at: int) -> Callable[[int], Any]:
     return misuse
 
 
+def rate_before_saving(rank: int) -> Any:
+    """One process sets another learning rate after the last comparison of its steps."""
+    import jax
+    import optax
+
+    import gshard.pytorch
+    from tests.misuses import small
+
+    opt = gshard.pytorch.ZeroRedundancyOptimizer(small.params(), optax.adam, lr=0.1)
+    for step in range(3):
+        if step == 2:
+            opt.param_groups[0]["lr"] = 0.1 * (1 + rank)
+        opt.step(jax.tree.map(np.ones_like, small.params()))
+    opt.state_dict()
+
+
+def set_lr(rank: int) -> Any:
+    """Each process sets a learning rate of its own, as a plateau of its own loss suggests."""
+    import optax
+    from flax import nnx
+
+    import gshard.paddle
+
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    tx = optax.inject_hyperparams(optax.sgd)(0.1)
+    _, optimizer, _ = gshard.paddle.group_sharded_parallel(model, tx, "os")
+    optimizer.set_lr(0.1 * (1 + rank))
+
+
 def arrays_here(rank: int) -> Any:
     """Arrays of JAX on a device of this process."""
     import jax
@@ -412,10 +441,16 @@ ROWS: dict[str, Row] = {
         hyperparameter("os_g"), "a learning rate"
     ),
     "ZeroRedundancyOptimizer: another learning rate from a step on": refused(
-        rate_of_one(4), "step 4", "learning_rate=0.2 in group 0 on process"
+        rate_of_one(4), "call 4", "learning_rate=0.2 in group 0 on process"
     ),
     "ZeroRedundancyOptimizer: another learning rate in one step": refused(
-        rate_of_one(3), "step 4", "an earlier step"
+        rate_of_one(3), "call 4", "in a call from 3 to 3", "the same ones again"
+    ),
+    "ZeroRedundancyOptimizer: another learning rate before a save": refused(
+        rate_before_saving, "call 3", "learning_rate=0.2 in group 0 on process"
+    ),
+    "another learning rate in set_lr": refused(
+        set_lr, "set_lr", "learning_rate=0.2 on process", "all processes"
     ),
     "another seed of the loader": refused(lambda r: loader(r, seed=r), "seed"),
     "another batch_size of the loader": refused(

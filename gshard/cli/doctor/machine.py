@@ -216,9 +216,10 @@ def _detected(environment: Mapping[str, str]) -> Check:
         said = f"job {environment['SLURM_JOB_ID']} of Slurm, but srun did not start this process"
         fix = "start the script by srun, or by `gshard launch --nnodes ... --rank $SLURM_NODEID`"
         return Check("job", "warn", f"{said}: it is alone", fix)
-    if (count := env_vars.of_torchrun()) is not None:
-        said = f"RANK={environment['RANK']} and WORLD_SIZE={count}, as of torchrun"
-        return Check("job", "warn", f"{said}: it is alone", "start the script by `gshard launch`")
+    if (found := env_vars.of_other_launchers()) is not None:
+        return Check(
+            "job", "warn", f"{found[0]}: it is alone", "start the script by `gshard launch`"
+        )
     return Check("job", "ok", "this process is alone: no variable of a launcher or a cluster")
 
 

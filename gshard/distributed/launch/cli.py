@@ -133,9 +133,16 @@ _UPSTREAM = {  # options of torchrun and of paddle.distributed.launch, and what 
         ("master_addr", "master_port", "rdzv_endpoint"), "Give --master HOST:PORT instead."
     ),
     **dict.fromkeys(
-        "standalone rdzv_backend rdzv_id rdzv_conf tee redirects job_id run_mode host".split(),
+        "standalone rdzv_backend rdzv_id rdzv_conf tee redirects job_id run_mode host use_env "
+        "no_python start_method".split(),
         _NEEDLESS,
     ),
+    **dict.fromkeys(
+        "n np nprocs num_processes world_size num_gpus trainer_num".split(),
+        "Give --nproc_per_node N, the processes of this machine.",
+    ),
+    "include": "Give --devices A,B instead.",
+    "mixed_precision": 'It is an argument of gshard.shard_train_state: precision="bfloat16".',
     **dict.fromkeys(
         ("elastic_level", "elastic_timeout"),
         "Give --nnodes MIN:MAX for an elastic job, or --max_restarts to start again after a "

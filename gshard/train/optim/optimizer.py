@@ -273,7 +273,8 @@ def _refuse_other_state(plan: Plan, error: Exception | None = None) -> None:
         raise GShardError(
             "the optimizer's state is not one that this optimizer makes of these parameters: "
             f"{some(wrong)}. Make it again before shard_train_state: "
-            "state.replace(opt_state=state.tx.init(state.params))."
+            "state.replace(opt_state=state.tx.init(state.params)), or nnx.Optimizer(model, tx, "
+            "wrt=...) of the model that you pass."
         ) from error
 
 

@@ -98,6 +98,24 @@ def local_state(change: Any) -> Any:
     own.load_state_dict(change(own.state_dict()))
 
 
+def edited_state(_):
+    """`lr` of a saved state is changed before it is loaded, as PyTorch's users do."""
+    own = zero()
+    saved = own.state_dict()
+    saved["param_groups"][0]["lr"] = 0.01
+    own.load_state_dict(saved)
+    grads = jax.grad(loss_fn)(params(), BATCH)
+    return own.step(grads), alone(tx=optax.adam(0.01))
+
+
+def clip_too_late(_):
+    model = gshard.paddle.DataParallel(plain())
+    optimizer = ZeRO(model.parameters(), optax.sgd, lr=0.1, overlap_with_ddp=True)
+    model.backward(model_loss, BATCH)
+    model.grads = jax.tree.map(lambda g: g / 2, model.grads)
+    optimizer.step()
+
+
 def set_moment(_):
     zero().state["w"]["exp_avg"] = np.zeros((16, 8))
 
@@ -290,7 +308,48 @@ ROWS = {
         lambda _: gshard.distributed.get_rank(), "gshard.distributed.process_index()"
     ),
     "parameters by name, as PyTorch gives them": refused(
-        lambda _: gshard.paddle.DataParallel(plain()).named_parameters(), "model.parameters()"
+        lambda _: gshard.paddle.DataParallel(plain()).named_parameters(), "nnx.to_flat_state"
+    ),
+    "clipping while the optimizer updates in backward": refused(
+        clip_too_late, "overlap_with_ddp", "clip_by_global_norm"
+    ),
+    "groups in place of param_groups": refused(
+        lambda _: setattr(zero(), "param_groups", [{"lr": 1.0}]), "add_param_group"
+    ),
+    "a learning rate of PyTorch's name in a saved state": right(edited_state),
+    "a hyperparameter of a saved state that nobody takes": refused(
+        lambda _: local_state(lambda x: {**x, "param_groups": [{"lamb": 1.0}]}),
+        *("lamb", "learning_rate", "Nothing was changed"),
+    ),
+    "lr=nan": refused(lambda _: zero(lr=float("nan")), "lr=nan", ">= 0"),
+    "a group's lr below 0": refused(
+        lambda _: zero().param_groups[0].update(lr=-0.1), "lr=-0.1", ">= 0"
+    ),
+    "a class without its optimizer": refused(
+        lambda _: ZeRO(params(), lr=0.1),
+        *("optimizer_class=", "optax.adamw"),
+        error=gshard.ArgumentTypeError,
+    ),
+    "an argument of FSDP": refused(
+        lambda _: gshard.pytorch.DistributedDataParallel(plain(), cpu_offload=True),
+        *("cpu_offload", '"fsdp"'),
+        error=gshard.ArgumentTypeError,
+    ),
+    "group_sharded_parallel without a level": refused(
+        lambda _: gshard.paddle.group_sharded_parallel(plain(), ADAM),
+        *("level=", '"p_g_os"'),
+        error=gshard.ArgumentTypeError,
+    ),
+    "new_group(ranks=)": refused(
+        lambda _: gshard.distributed.new_group(ranks=[0, 1]),
+        *("devices=", "not of processes"),
+        error=gshard.ArgumentTypeError,
+    ),
+    "gshard.DistributedDataParallel": refused(
+        lambda _: gshard.DistributedDataParallel, "It is gshard.pytorch.DistributedDataParallel"
+    ),
+    "from gshard import FSDP": refused(
+        lambda _: exec("from gshard import FSDP"), "shard_train_state(state, mesh"
     ),
     "a moment is set in opt.state": refused(
         set_moment, "snapshot", "opt.load_state_dict(state)", error=gshard.ArgumentTypeError

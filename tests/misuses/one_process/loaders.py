@@ -84,6 +84,19 @@ def global_of(batches: Any) -> Any:
 ROWS = {
     "batch_size=0": refused(lambda _: loader(size=0), "batch_size=0", "1 or more"),
     "batch_size=8.0": refused(lambda _: loader(size=8.0), "batch_size=8.0"),
+    "arguments of PyTorch's DataLoader": refused(
+        lambda _: loader(num_workers=2),
+        *("num_workers", "prefetch="),
+        error=gshard.ArgumentTypeError,
+    ),
+    "a sampler": refused(
+        lambda _: loader(sampler=range(8)), "full dataset", error=gshard.ArgumentTypeError
+    ),
+    "no plan": refused(
+        lambda _: gshard.DataLoader(DATA, 8),
+        "plan of shard_train_state",
+        error=gshard.ArgumentTypeError,
+    ),
     "batch_size=12 on 8 devices": refused(
         lambda _: loader(size=12), "batch_size=12", "8 devices", "Use 8 or 16"
     ),

@@ -155,7 +155,104 @@ def tx_of_pair(_):
 
 STEPS = (5, np.int64(5), np.array(5), jnp.int32(5))
 
+
+class Clipped(nnx.Optimizer):
+    def update(self, model, grads, **kwargs):
+        super().update(model, jax.tree.map(lambda g: g / 2, grads), **kwargs)
+
+
+def of_its_own_update(_):
+    model, _ = pair()
+    state, plan = shard((model, Clipped(model, ADAM, wrt=nnx.Param)))
+    gshard.make_train_step(model_loss, plan)
+
+
+class Warm(nnx.Linear):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.warm = False
+
+
+def sets_an_attribute(_):
+    """The loss initialises something at its first call."""
+    model = Warm(16, 8, rngs=nnx.Rngs(0))
+    sharded, plan = shard((model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)))
+
+    def loss(model, batch):
+        model.warm = True
+        return model_loss(model, batch)
+
+    gshard.make_train_step(loss, plan)(*sharded, BATCH)
+
+
+def keys_in_the_batch(_):
+    (model, optimizer), _, step = nnx_kept()
+    step(model, optimizer, {**BATCH, "rngs": nnx.Rngs(0)})
+
+
+class Measured(nnx.Linear):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.metric = nnx.metrics.Average()
+
+
+def metrics_in_evaluation(_):
+    model = Measured(16, 8, rngs=nnx.Rngs(0))
+    sharded, plan = shard((model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)))
+
+    def evaluate(model, batch):
+        loss = model_loss(model, batch)
+        model.metric.update(values=loss)
+        return loss
+
+    gshard.make_eval_step(evaluate, plan)(sharded[0], BATCH)
+
+
+def nothing_to_train(_):
+    model, _ = pair()
+    shard((model, nnx.Optimizer(model, ADAM, wrt=nnx.PathContains("heads"))))
+
+
+def reseeded(_):
+    """New random keys are given to a sharded model."""
+    model = nnx.Sequential(
+        nnx.Linear(16, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.0, rngs=nnx.Rngs(dropout=1))
+    )
+    other = nnx.clone(model)
+    sharded, plan = shard((model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)))
+    nnx.reseed(sharded[0], dropout=7)
+    gshard.make_train_step(model_loss, plan)(*sharded, BATCH)
+    own = nnx.Optimizer(other, ADAM, wrt=nnx.Param)
+    own.update(other, nnx.grad(model_loss)(other, BATCH))
+    return gshard.full_params(sharded), nnx.state(other, nnx.Param)
+
+
 ROWS = {
+    "an nnx.Optimizer with an update of its own": refused(
+        of_its_own_update, "Clipped", "value_and_grad(loss_fn, plan)"
+    ),
+    "the loss sets an attribute of the model": warned(sets_an_attribute, "warm", "nnx.Variable"),
+    "an nnx.Rngs in the batch": refused(keys_in_the_batch, "batch['rngs']", "part of the model"),
+    "metrics of the model in an eval step": warned(
+        metrics_in_evaluation, "metric/", "metrics.compute()"
+    ),
+    "a wrt= that chooses nothing": refused(nothing_to_train, "heads", "bias, kernel"),
+    "nnx.reseed of a sharded model": right(reseeded),
+    "gradient_accumulation_steps=": refused(
+        lambda _: gshard.make_train_step(loss_fn, kept()[1], gradient_accumulation_steps=2),
+        "micro_batches=",
+        error=gshard.ArgumentTypeError,
+    ),
+    "stage=3": refused(
+        lambda _: gshard.shard_train_state(linen(), gshard.make_mesh(), stage=3),
+        "level=",
+        error=gshard.ArgumentTypeError,
+    ),
+    "model and optimizer as two arguments": refused(
+        lambda _: gshard.shard_train_state(*pair(), gshard.make_mesh(), "os"),
+        "(model, optimizer)",
+        error=gshard.ArgumentTypeError,
+    ),
     "the loss and the plan are swapped": refused(
         lambda _: gshard.make_train_step(kept()[1], loss_fn),
         *("make_train_step", "shard_train_state returned"),

@@ -1,0 +1,62 @@
+"""Says in words which arguments a public function takes, where a call does not fit it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from gshard._util.errors import ArgumentTypeError, did_you_mean, some
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_HIDDEN = ("self", "cls")
+_LACKING = re.compile(r"missing a required (?:\S+ )?argument: '(\w+)'")  # as Python says it
+
+
+def named_arguments(
+    instead: Mapping[str, str] | None = None, name: str = ""
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: a call with arguments that the function lacks, or without one that it needs.
+
+    Python's own error names the argument alone. People who come from another library have its names
+    in their fingers.
+
+    Args:
+      instead: what to write for an argument of another library, by its name there; or what to pass
+        for one of the function's own that is missing, or as `"*"` for more than it takes.
+      name: of the function in the error; by default its own.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(function)
+        called = name or function.__name__
+        kinds = {x.kind for x in signature.parameters.values()}
+        takes = [x for x in signature.parameters if x not in _HIDDEN]
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise ArgumentTypeError(explained(str(error), kwargs)) from None
+            return function(*args, **kwargs)
+
+        def explained(error: str, given: Mapping[str, Any]) -> str:
+            known = instead or {}
+            unknown = next((x for x in given if x not in takes), None)
+            if unknown is not None and inspect.Parameter.VAR_KEYWORD not in kinds:
+                hint = f" {known[unknown]}" if unknown in known else did_you_mean(unknown, takes)
+                return f"{called} has no argument {unknown}=.{hint} It takes {some(takes, 9)}."
+            if "too many positional" in error and "*" in known:
+                return f"{called}: {error}. {known['*']}"
+            lacking = _LACKING.search(error)
+            if lacking is not None and lacking[1] in known:
+                return f"{called} needs the argument {lacking[1]}=. {known[lacking[1]]}"
+            return f"{called}: {error}. It takes {some(takes, 9)}."
+
+        return checked
+
+    return decorate

@@ -1,0 +1,64 @@
+"""Checks that all processes use the same hyperparameters, which each sets by itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from gshard._util.errors import GShardError
+from gshard.distributed.agree import by_value, find_differences, first_difference, spans_processes
+from gshard.sharding.plan import Plan
+
+
+class SameHyperparameters:
+    """Compares those of all calls so far in the calls 1, 2, 4, 8, ... and where it is asked to.
+
+    So the cost vanishes in a long training, and a difference is found before the training is twice
+    as long.
+
+    Args:
+      call: names a call in the error, such as `"set_lr"`.
+      fix: what to do, in the error.
+    """
+
+    def __init__(self, call: str, fix: str) -> None:
+        self._call, self._fix = call, fix
+        self._calls = self._compared = 0
+        self._lines: Sequence[str] = ()
+        self._so_far = hashlib.blake2b(digest_size=8)
+
+    def add(self, plan: Plan, lines: Sequence[str]) -> None:
+        """Counts a call that uses hyperparameters, and compares where it is due.
+
+        Raises:
+          GShardError: the processes differ, on all of them.
+        """
+        if not spans_processes(plan):
+            return
+        self._lines = lines
+        self._so_far.update("\n".join(lines).encode())
+        self._calls += 1
+        if not self._calls & (self._calls - 1):
+            self.compare(plan)
+
+    def compare(self, plan: Plan) -> None:
+        """Compares now, on all processes; nothing if no call was counted since the last time.
+
+        Raises:
+          GShardError: the processes differ, on all of them.
+        """
+        if self._calls == self._compared:
+            return
+        since, self._compared = self._compared + 1, self._calls
+        earlier = f"an earlier one (checksum {self._so_far.hexdigest()})"
+        every, mesh = [*self._lines, earlier], plan.mesh
+        if not find_differences("hyperparameters", {"values": every}, mesh):  # pyright: ignore[reportArgumentType]
+            return
+        found = first_difference(every, mesh)  # pyright: ignore[reportArgumentType]
+        what = f"have different hyperparameters: {by_value(found)}"
+        if earlier in found.values():
+            what = (
+                f"had different hyperparameters in a call from {since} to {self._calls - 1}; now "
+                "they have the same ones again"
+            )
+        raise GShardError(f"{self._call}, call {self._calls}: the processes {what}. {self._fix}")
