@@ -31,6 +31,7 @@ from jax.experimental import multihost_utils
 
 from gshard._util.cgroup import contents
 from gshard._util.errors import CallOrderError, GShardError
+from gshard._util.jaxpr import is_library
 from gshard._util.validation import shown
 from gshard.distributed import unfinished
 
@@ -103,7 +104,7 @@ def exit_when_it_fails() -> None:
         if not LOST_PEER.search(str(error)):
             return before(kind, error, traceback)
         # One paragraph, since the frames of JAX do not explain a lost process.
-        at = [frame for frame in extract_tb(traceback) if "site-packages" not in frame.filename]
+        at = [x for x in extract_tb(traceback) if not is_library(x.filename)]
         where = f" in {at[-1].filename}, line {at[-1].lineno}" if at else ""
         print(
             f"gshard: this process lost its connection to another one{where}: "

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard._util.arguments import named_arguments
 from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError, place_of, some, warn
 from gshard._util.in_flight import limit_in_flight
@@ -137,6 +138,7 @@ def make_eval_step(
     check_program, check_mask = ProgramCheck(plan, name), MaskCheck(name)
     outside = OutsideValues(fn, place_of(fn))
 
+    @named_arguments({"*": "It is called as f(state, batch), with NNX as f(model, batch)."}, name)
     def eval_step(state: Any, batch: Any) -> Any:
         check_state(state, plan, "eval_step(state, batch)", inference=True)
         parts = plan.kind.split_inference(state)

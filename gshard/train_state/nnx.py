@@ -15,7 +15,7 @@ from flax import nnx
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.jaxpr_dataflow import sources
 from gshard._util.pytree import check_unique, flatten, path_of
-from gshard._util.validation import shown
+from gshard._util.validation import check_takes, shown
 from gshard.train_state.components import Components, Kind, PureLoss
 
 
@@ -166,6 +166,9 @@ class Nnx(Kind):
             raise GShardError(
                 f"mutable={mutable!r} is for Linen: an NNX model keeps its own state. Leave it out."
             )
+
+        advice = "It is called with (model, batch): make several arrays one batch, such as a tuple."
+        check_takes(loss_fn, advice, None, None)
 
         def pure(params: Any, non_trainable: dict[str, Any], batch: Any, rng: Any) -> Any:
             if rng is not None:

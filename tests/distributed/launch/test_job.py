@@ -10,6 +10,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -414,6 +415,13 @@ def test_bad_input_is_refused_in_words(case, monkeypatch, capsys):
     found = capsys.readouterr().err
     assert found.startswith("error: ")
     assert said in found
+
+
+def test_it_can_be_started_as_pytorchs_and_paddles_are():
+    words = [sys.executable, "-m", "gshard.distributed.launch", "--nprocs", "2", "x.py"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "Give --nproc_per_node N" in done.stderr
 
 
 def test_options_after_the_script_are_named(capsys):
