@@ -94,8 +94,9 @@ if not TYPE_CHECKING:  # so that type checkers report misspelt names
         import importlib
 
         if name not in __all__:
-            if not name.startswith("_"):
-                _say_where(name)
+            if name.isidentifier() and not name.startswith("_"):
+                with _loading:
+                    _say_where(name)
             raise AttributeError(f"module 'gshard' has no attribute {name!r}")
 
         with _loading:
@@ -116,9 +117,10 @@ if not TYPE_CHECKING:  # so that type checkers report misspelt names
             return
         for place in ("gshard.distributed", "gshard.pytorch", "gshard.paddle"):
             found = vars(importlib.import_module(place))
-            hint = f"It is {place}.{name}." if name in found["__all__"] else None
-            if hint := hint or found.get("_INSTEAD", found.get("INSTEAD", {})).get(name):
-                raise missing_name("gshard", name, hint, sys._getframe(2))
+            if name in found.get("__all__", ()):
+                raise missing_name("gshard", name, f"It is {place}.{name}.", sys._getframe(2))
+            if hint := found.get("_INSTEAD", found.get("INSTEAD", {})).get(name):
+                raise missing_name("gshard", name, f"In {place}: {hint}", sys._getframe(2))
 
     def _home_of(name: str) -> tuple[str, str]:
         """Returns the module of a public name, as `_public.py` imports it, and its name there."""

@@ -78,8 +78,9 @@ if [ -z "${UPGRADE:-}" ] && [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerpr
     exit 0
 fi
 say "installing gshard and its extras [$extras] into $dir${size:-}"
-# Python compiles what is imported; pip would compile every file of every package, a third of the time.
 "$dir/bin/python" -m pip install --disable-pip-version-check --no-compile \
     ${UPGRADE:+--upgrade --upgrade-strategy eager} --editable ".[$extras]" </dev/null
+# On all cores, where pip compiles on one. Some packages have files that are no Python of this version.
+"$dir/bin/python" -m compileall -q -j 0 "$dir/lib" >/dev/null 2>&1 || true
 fingerprint > "$stamp"
 say "$dir is ready"

@@ -19,9 +19,9 @@ _LACKING = re.compile(r"missing a required (?:\S+ )?argument: '(\w+)'")  # as Py
 def named_arguments(
     instead: Mapping[str, str] | None = None, name: str = ""
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: a call with arguments that the function lacks, or without one that it needs.
+    """Returns a decorator that explains a call which does not fit the function.
 
-    Python's own error names the argument alone. People who come from another library have its names
+    Python's own error only names the argument. People who come from another library have its names
     in their fingers.
 
     Args:

@@ -15,6 +15,12 @@ def padded(x: Any, dim: int, size: int, xp: Any = jnp) -> Any:
     return xp.pad(x, [(0, size - n if d == dim else 0) for d, n in enumerate(x.shape)])
 
 
+def wide_dtype(*dtypes: Any) -> Any:
+    """The dtype of sums of such arrays: float64 if one of them has it, else float32."""
+    is_double = any(jnp.dtype(x) in (jnp.float64, jnp.complex128) for x in dtypes)
+    return jnp.float64 if is_double else jnp.float32
+
+
 def at_least_float32(x: Any) -> jax.Array:
-    """Returns an array in float32, or in its own dtype if that is float64."""
-    return jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
+    """Returns an array in float32, or in float64 if it has that."""
+    return jnp.asarray(x, wide_dtype(jnp.result_type(x)))

@@ -156,9 +156,9 @@ class OutsideValues:
         if changed:
             warn(
                 f"{self._what} reads {some(changed)} from outside, and that has changed since the "
-                "last call. A compiled program uses the value from when it was compiled (one for "
-                "each shape of the batch; in backward another while gradients add up). Pass a "
-                "number in the batch, as a scalar array "
+                "last call. The compiled program still uses the value from when it was compiled. "
+                "(There is one program for each shape of the batch; backward has another while "
+                "gradients add up.) Pass a number in the batch, as a scalar array "
                 '(batch["scale"] = np.float32(scale)), and make another model a part of the one '
                 "that is trained (docs/losses.md, What a loss reads from outside)."
             )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean, some
+from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean, some, warn
 from gshard._util.validation import flag, shown
 from gshard.pytorch.coupling import dependence
 
@@ -111,14 +111,15 @@ class ParamGroup(MutableMapping[str, Any]):
         """Refuses saved hyperparameters that do not fit this group."""
         named = self._spelled(saved)
         if strange := set(named) - {*self.fixed, *self.live}:
-            raise GShardError(
-                f"{where} has {some(sorted(map(str, strange)))}, which {self.name} does not take. "
-                f"Its hyperparameters are {some([*self.live, *self.fixed], 9)}. Nothing was "
-                "changed."
+            warn(
+                f"{where} has {some(sorted(map(str, strange)))}, which {self.name} does not take, "
+                f"and which are ignored. It takes {some([*self.live, *self.fixed], 9)}."
             )
         for name, value in named.items():
             if name in self.live and not _is_number(value):
                 raise ArgumentTypeError(f"{where}: {name}={shown(value)} is not a number.")
+            if name in self.live and name in ("lr", _RATE):
+                _check_rate(f"{where}: {name}", value)
             # A file may change the type of a value.
             if name in self.saved().keys() & self.fixed and not np.all(self.fixed[name] == value):
                 raise GShardError(
@@ -132,8 +133,10 @@ class ParamGroup(MutableMapping[str, Any]):
         self.update({k: x for k, x in self._spelled(saved).items() if k in self.live})
 
     def _spelled(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Saved hyperparameters by the factory's names; `lr` was set after they were saved."""
+        """Saved hyperparameters by the factory's names; an `lr` among them was added later."""
         named = {name: x for name, x in saved.items() if name != "params"}
+        if _RATE in named and "lr" in self.live:  # a factory with PyTorch's name
+            named = {"lr": named.pop(_RATE)} | named
         lr = {self._known("lr"): named.pop("lr")} if "lr" in named else {}
         return named | lr
 

@@ -380,10 +380,10 @@ def check_optimizer(state: Any, plan: Plan, call: str) -> None:
     if not isinstance(tx, ShardedTransformation):
         raise GShardError(
             f"{call}: the optimizer of this state was replaced, and the plan's would be used. Keep "
-            "the one that gshard.shard_train_state returned; for another optimizer shard again: "
-            "plan.unwrap(state).replace(tx=...), or with NNX (model, nnx.Optimizer(model, tx, "
-            "wrt=...)) of model, _ = plan.unwrap((model, optimizer)). (A learning rate can change "
-            "inside optax.inject_hyperparams.)"
+            "the one that gshard.shard_train_state returned; for another optimizer shard "
+            "plan.unwrap(state).replace(tx=...) again; with NNX model, _ = plan.unwrap((model, "
+            "optimizer)), then (model, nnx.Optimizer(model, tx, wrt=...)). (A learning rate can "
+            "change inside optax.inject_hyperparams.)"
         )
     ours, given = ((x.init, x.update) for x in (plan.tx, tx.plan.tx))
     if given != ours:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core, dtypes
+from jax.sharding import NamedSharding
 
 from gshard._util.errors import DonatedStateError, GShardError, some
 from gshard._util.pytree import flatten, same_leaves
@@ -144,9 +145,9 @@ def refuse_donated(leaves: list[Any]) -> None:
             "this train state, or a part of it, was given to an earlier step, which reused its "
             "memory. Continue with what that step returned (state, metrics = step(state, batch)); "
             "if Ctrl-C came before you received it, step.latest has it. An NNX model is updated in "
-            "place: a step deletes arrays taken from it before, such as nnx.clone(model), and "
-            "nnx.state(model) follows the model; keep copy.deepcopy(model) instead. Or make the "
-            "step with donate=False."
+            "place. A step deletes arrays taken from it before, as by nnx.clone(model), and "
+            "nnx.state(model) changes with the model: to keep values, use copy.deepcopy(model). "
+            "Or make the step with donate=False."
         )
 
 
@@ -182,7 +183,10 @@ def _placed(x: Any, wanted: jax.ShapeDtypeStruct) -> Any:
     if np.ndim(x) or not (_is_array(x) and not x.committed or isinstance(x, _NUMBERS)):
         return x
     if jnp.issubdtype(wanted.dtype, dtypes.prng_key):
-        return jax.device_put(x, wanted.sharding)
+        data, mesh = np.asarray(jax.random.key_data(x)), wanted.sharding.mesh
+        replicated = NamedSharding(mesh, jax.P())
+        placed = jax.make_array_from_callback(data.shape, replicated, lambda _: data)
+        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(x))
     value = np.asarray(x, wanted.dtype)
     return jax.make_array_from_callback((), wanted.sharding, lambda _: value)
 

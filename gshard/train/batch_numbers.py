@@ -84,13 +84,16 @@ class BatchNumbers:
 
 
 def with_state(row: jax.Array, parts: Components, plan: Plan) -> jax.Array:
-    """Adds a checksum of the step number and the optimizer's scalars, such as a learning rate.
+    """Adds a checksum of the step number, random keys and scalars, such as a learning rate.
 
     Each device computes it from its own copy, inside the program.
     """
-    on_device = (parts.step, () if plan.bytes_per_device["host"] else parts.opt_state)
+    own = () if plan.bytes_per_device["host"] else parts.opt_state
+    on_device = (parts.step, own, parts.non_trainable)
     number = jnp.uint32(0)
     for x in jax.tree.leaves(on_device):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jnp.sum(jax.random.key_data(x), dtype=jnp.uint32)
         if not jnp.ndim(x) and jnp.issubdtype(x.dtype, np.number):
             wide = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, np.floating) else jnp.int32)
             number = number * 31 + jax.lax.bitcast_convert_type(wide, jnp.uint32)
@@ -112,7 +115,8 @@ def _fault_of(call: _Call, devices: int) -> str:
     if state_squares * devices != state * state:
         return (
             f"in call {call.call} of this step the processes gave different states: the step "
-            "number differs, or a scalar of the optimizer such as a learning rate. A process gave "
+            "number differs, a random key, or a scalar of the optimizer such as a learning rate. A "
+            "process gave "
             "an older state, or set another value. Keep what the step returns, and set "
             "hyperparameters on all processes alike."
         )

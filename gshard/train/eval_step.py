@@ -65,7 +65,8 @@ def make_eval_step(
       `f(state, batch)`, for NNX `f(model, batch)`. It returns the same tree of global arrays. Those
       with one entry per example stay sharded over the devices.
 
-      What `fn` changes in an NNX model is dropped, with a warning: return it instead.
+      Changes that `fn` makes to an NNX model are dropped, with a warning. Return what you need of
+      them.
 
     Raises:
       GShardError: at the call, for a batch, state or output that does not fit.
@@ -90,11 +91,11 @@ def make_eval_step(
 
         def outputs(params: Any, non_trainable: Any, batch: Any) -> Any:
             out, changed = pure(params, non_trainable, batch, None)
-            if changed:
+            if kept := changed.keys() - plan.kind.random_paths(plan.template):
                 warn(
-                    f"{name} changes {some(changed)} of the model, and an evaluation keeps no "
-                    "change. Return what you need of it, such as metrics.compute(); call "
-                    "model.eval() first if it is of dropout or of batch statistics."
+                    f"{name} changes {some(sorted(kept))} of the model, and an evaluation keeps no "
+                    "change. If batch statistics cause it, call model.eval() before the "
+                    "evaluation. Otherwise return what you need, such as metrics.compute()."
                 )
             others = check_reductions(out, None if is_global else batch, "the evaluation output")
             for path, x in others:

@@ -98,6 +98,18 @@ class ShardingOptions(TypedDict, total=False):
     broadcast_from: int | None
 
 
+_PAIR = "An NNX model and its optimizer are one argument, (model, optimizer)."
+_INSTEAD = {  # of other libraries' arguments
+    "mesh": "Pass gshard.make_mesh() for all devices.",
+    "level": 'Pass "os" (ZeRO-1), "os_g" (ZeRO-2) or "p_g_os" (ZeRO-3, FSDP).',
+    **dict.fromkeys(("stage", "zero_stage"), 'It is level= here, such as "zero3".'),
+    **dict.fromkeys(("model", "optimizer"), _PAIR),
+    "*": f"Pass options by name, such as min_shard_size=0. {_PAIR}",
+    "mixed_precision": 'It is precision= here, such as "bfloat16".',
+    "cpu_offload": "It is offload= here.",
+}
+
+
 @overload
 def shard_train_state(
     state: tuple[Model, Optimizer] | Callable[..., tuple[Model, Optimizer]],
@@ -119,17 +131,6 @@ def shard_train_state(
     level: LevelChoice,
     **options: Unpack[ShardingOptions],
 ) -> tuple[State, Plan]: ...
-
-
-_PAIR = "An NNX model and its optimizer are one argument: (model, optimizer)."
-_INSTEAD = {  # of other libraries' arguments
-    "mesh": "Pass gshard.make_mesh() for all devices.",
-    "level": 'Pass "os" (ZeRO-1), "os_g" (ZeRO-2) or "p_g_os" (ZeRO-3, FSDP).',
-    **dict.fromkeys(("stage", "zero_stage"), 'It is level= here, such as "zero3".'),
-    **dict.fromkeys(("model", "optimizer", "*"), _PAIR),
-    "mixed_precision": 'It is precision= here, such as "bfloat16".',
-    "cpu_offload": "It is offload= here.",
-}
 
 
 @named_arguments(_INSTEAD)

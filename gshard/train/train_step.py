@@ -99,8 +99,8 @@ def make_train_step(
     Write the loss as for one device: it is the loss of the whole batch (`loss_semantics`).
 
     Linen: `state, metrics = step(state, batch)`. NNX: `metrics = step(model, optimizer, batch)`, in
-    place. `metrics` holds device arrays: `loss` and `grad_norm` (scalars of the
-    global batch, float32, or float64 where the loss and the gradients are), `skipped_steps` (int32
+    place. `metrics` holds device arrays: `loss` and `grad_norm` (float32 scalars
+    of the global batch; float64 if the loss, or the gradients, are), `skipped_steps` (int32
     scalar), with `has_aux` `aux`, and with a scaler `loss_scale` (float32 scalar, of this step).
 
     A step whose gradient norm is not finite, because of any entry on any device, changes nothing in

@@ -218,14 +218,23 @@ class Nnx(Kind):
 
 
 def _refuse_modules(batch: Any) -> None:
-    """Refuses modules and Variables in a batch: what a loss writes into them would be lost."""
-    kinds = (nnx.Module, nnx.Rngs, nnx.Metric, nnx.Variable)
-    for keys, x in jax.tree.leaves_with_path(batch, is_leaf=lambda x: isinstance(x, kinds)):
-        if isinstance(x, kinds):
+    """Refuses modules in a batch: what a loss writes into them would be lost."""
+
+    def is_module(x: Any) -> bool:
+        return isinstance(x, (nnx.Module, nnx.Rngs, nnx.Metric)) and not isinstance(
+            x, (nnx.Dict, nnx.List)
+        )
+
+    for keys, x in jax.tree.leaves_with_path(batch, is_leaf=is_module):
+        if is_module(x):
+            place = f"batch[{path_of(keys)!r}]" if keys else "the batch"
             raise GShardError(
-                f"batch[{path_of(keys)!r}] is of NNX ({type(x).__name__}), and what the loss "
+                f"{place} is of NNX ({type(x).__name__}), and what the loss "
                 "changes in it would be lost. Make it a part of the model, or pass its arrays."
             )
+
+
+_MODES = ("deterministic", "use_running_average")  # model.train() and model.eval() set them
 
 
 def _attributes(model: nnx.Module) -> dict[str, Any]:
@@ -234,7 +243,7 @@ def _attributes(model: nnx.Module) -> dict[str, Any]:
         "/".join(map(str, (*path, name))): value
         for path, module in nnx.iter_modules(model)
         for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float, complex, str, type(None)))
+        if isinstance(value, (bool, int, float, complex, str, type(None))) and name not in _MODES
     }
 
 
@@ -244,8 +253,8 @@ def _warn_of_attributes(before: dict[str, Any], after: dict[str, Any]) -> None:
     if changed := sorted({path for path, _ in differing}):
         warn(
             f"the loss changes the attributes {some(changed)} of the model, which are fixed while "
-            "a step is compiled: the change is dropped, where nnx.jit on one device keeps it. Keep "
-            "what changes in an nnx.Variable, as an array."
+            "a step is compiled. Each step starts from the old value; nnx.jit on one device would "
+            "keep the new one. Keep a value that changes in an nnx.Variable, as an array."
         )
 
 

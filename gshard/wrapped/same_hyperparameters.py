@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 from gshard._util.errors import GShardError
 from gshard.distributed.agree import by_value, find_differences, first_difference, spans_processes
@@ -11,7 +12,7 @@ from gshard.sharding.plan import Plan
 
 
 class SameHyperparameters:
-    """Compares those of all calls so far in the calls 1, 2, 4, 8, ... and where it is asked to.
+    """Compares those of all calls so far at calls 1, 2, 4, 8, ... and when `compare` is called.
 
     So the cost vanishes in a long training, and a difference is found before the training is twice
     as long.
@@ -25,7 +26,7 @@ class SameHyperparameters:
         self._call, self._fix = call, fix
         self._calls = self._compared = 0
         self._lines: Sequence[str] = ()
-        self._so_far = hashlib.blake2b(digest_size=8)
+        self._before = hashlib.blake2b(digest_size=8)  # of calls since the last comparison
 
     def add(self, plan: Plan, lines: Sequence[str]) -> None:
         """Counts a call that uses hyperparameters, and compares where it is due.
@@ -35,8 +36,8 @@ class SameHyperparameters:
         """
         if not spans_processes(plan):
             return
+        self._before.update("\n".join(self._lines).encode())
         self._lines = lines
-        self._so_far.update("\n".join(lines).encode())
         self._calls += 1
         if not self._calls & (self._calls - 1):
             self.compare(plan)
@@ -50,15 +51,15 @@ class SameHyperparameters:
         if self._calls == self._compared:
             return
         since, self._compared = self._compared + 1, self._calls
-        earlier = f"an earlier one (checksum {self._so_far.hexdigest()})"
-        every, mesh = [*self._lines, earlier], plan.mesh
-        if not find_differences("hyperparameters", {"values": every}, mesh):  # pyright: ignore[reportArgumentType]
+        facts = {"now": list(self._lines), "before": [self._before.hexdigest()]}
+        self._before = hashlib.blake2b(digest_size=8)
+        mesh: Any = plan.mesh
+        if not (differing := find_differences("hyperparameters", facts, mesh)):
             return
-        found = first_difference(every, mesh)  # pyright: ignore[reportArgumentType]
-        what = f"have different hyperparameters: {by_value(found)}"
-        if earlier in found.values():
-            what = (
-                f"had different hyperparameters in a call from {since} to {self._calls - 1}; now "
-                "they have the same ones again"
-            )
+        if "now" in differing:
+            given = by_value(first_difference(facts["now"], mesh))
+            what = f"have different hyperparameters: {given}"
+        else:
+            earlier = since if since == self._calls - 1 else f"{since} to {self._calls - 1}"
+            what = f"had different hyperparameters in call {earlier}, and now have the same again"
         raise GShardError(f"{self._call}, call {self._calls}: the processes {what}. {self._fix}")

@@ -141,10 +141,16 @@ class Wrapped(Keeping):
         drops them. `model.grads["head"] = None` drops those of a part.
 
         Raises:
-          GShardError: some are not reduced yet.
+          GShardError: some are not reduced yet, or the optimizer updates during `backward`.
         """
         keep = kept(self)
         keep.refuse_waiting()
+        if keep.updating is not None:
+            raise GShardError(
+                "grads: the optimizer updates during backward (overlap_with_ddp=True), which keeps "
+                "no gradients. Clip in the optimizer, optax.chain(optax.clip_by_global_norm(...), "
+                "...), or make it without overlap_with_ddp."
+            )
         return keep.grads
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -152,12 +158,6 @@ class Wrapped(Keeping):
             super().__setattr__(name, value)
             return
         keep = kept(self)
-        if keep.updating is not None:
-            raise GShardError(
-                "grads: the optimizer updates during backward (overlap_with_ddp=True), which keeps "
-                "no gradients. Clip in the optimizer, optax.chain(optax.clip_by_global_norm(...), "
-                "...), or make it without overlap_with_ddp."
-            )
         if value is None:  # as PyTorch's users drop them
             keep.clear()
             return

@@ -124,8 +124,8 @@ class WrappedOptimizer(Keeping):
         ..., and in `state_dict`.
 
         Raises:
-          GShardError: it is no number >= 0, or the optimizer keeps none; or the processes have set
-            different ones.
+          GShardError: the value is not a number >= 0, the optimizer keeps no rate, or the processes
+            have set different ones.
         """
         number = value.item() if getattr(value, "shape", None) == () else value
         fits = isinstance(number, Real) and not isinstance(number, bool)
@@ -140,13 +140,14 @@ class WrappedOptimizer(Keeping):
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's state by dotted path, as full NumPy arrays.
 
-        All processes must call it.
+        All processes must call it, except at level "dp".
 
         Raises:
           GShardError: the processes have set different learning rates.
         """
         keep = kept(self)
-        keep.rates.compare(keep.plan)
+        if keep.plan.level.shards_opt_state:  # at "dp" a process may call it alone
+            keep.rates.compare(keep.plan)
         return full_values(self._gshard_named())
 
     def set_state_dict(self, state_dict: Any) -> None:

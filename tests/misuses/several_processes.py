@@ -226,6 +226,27 @@ def rate_before_saving(rank: int) -> Any:
     opt.state_dict()
 
 
+def reseeded(seed: Callable[[int], int]) -> Callable[[int], Any]:
+    """New random keys are given to a sharded model."""
+
+    def misuse(rank: int) -> Any:
+        import optax
+        from flax import nnx
+
+        from tests.misuses import small
+
+        model = nnx.Sequential(
+            nnx.Linear(16, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=1))
+        )
+        sharded, plan = small.shard((model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)))
+        nnx.reseed(sharded[0], dropout=seed(rank))
+        step = gshard.make_train_step(small.model_loss, plan)
+        losses = [float(step(*sharded, own(rank))["loss"]) for _ in range(4)]
+        return len(losses), 4
+
+    return misuse
+
+
 def set_lr(rank: int) -> Any:
     """Each process sets a learning rate of its own, as a plateau of its own loss suggests."""
     import optax
@@ -444,10 +465,14 @@ ROWS: dict[str, Row] = {
         rate_of_one(4), "call 4", "learning_rate=0.2 in group 0 on process"
     ),
     "ZeroRedundancyOptimizer: another learning rate in one step": refused(
-        rate_of_one(3), "call 4", "in a call from 3 to 3", "the same ones again"
+        rate_of_one(3), "call 4", "different hyperparameters in call 3,"
     ),
     "ZeroRedundancyOptimizer: another learning rate before a save": refused(
         rate_before_saving, "call 3", "learning_rate=0.2 in group 0 on process"
+    ),
+    "nnx.reseed with the same seed": right(reseeded(lambda rank: 7)),
+    "nnx.reseed with the seed of each process": refused(
+        reseeded(lambda rank: 7 + rank), "different states", "a random key"
     ),
     "another learning rate in set_lr": refused(
         set_lr, "set_lr", "learning_rate=0.2 on process", "all processes"

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gshard._util.arrays import wide_dtype
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.train.comm.buckets import BUCKET_SIZE, default_reduce_bucket
@@ -116,7 +117,7 @@ def _norm(grads: list[jax.Array], plan: Plan) -> tuple[jax.Array, jax.Array]:
     with model-parallel axes (devices of these, leaves).
     """
     layouts, group = jax.tree.leaves(plan.grads), plan.group
-    dtype = jnp.result_type(jnp.float32, *(jnp.finfo(g.dtype).dtype for g in grads))
+    dtype = wide_dtype(*(g.dtype for g in grads))
 
     def sums(grads: list[jax.Array]) -> jax.Array:
         totals = [jnp.zeros(1, dtype)]  # for a tree without leaves

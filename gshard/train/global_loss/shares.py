@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard._util.arrays import at_least_float32
+from gshard._util.arrays import at_least_float32, wide_dtype
 from gshard._util.jaxpr import abstract, abstract_like
 from gshard.sharding.group import Group
 from gshard.train.comm.examples import gather_examples
@@ -221,7 +221,7 @@ def is_output(x: Any) -> bool:
 
 
 def _number(number: float, like: Value) -> Value:
-    x = jnp.asarray(number, jnp.promote_types(like.aval.dtype, jnp.float32))
+    x = jnp.asarray(number, wide_dtype(like.aval.dtype))
     return Value(REPLICATED, jax.typeof(x), x)
 
 

@@ -317,9 +317,13 @@ ROWS = {
         lambda _: setattr(zero(), "param_groups", [{"lr": 1.0}]), "add_param_group"
     ),
     "a learning rate of PyTorch's name in a saved state": right(edited_state),
-    "a hyperparameter of a saved state that nobody takes": refused(
+    "a hyperparameter of a saved state that nobody takes": warned(
         lambda _: local_state(lambda x: {**x, "param_groups": [{"lamb": 1.0}]}),
-        *("lamb", "learning_rate", "Nothing was changed"),
+        *("lamb", "are ignored", "learning_rate"),
+    ),
+    "a learning rate below 0 in a saved state": refused(
+        lambda _: local_state(lambda x: {**x, "param_groups": [{"lr": -1.0}]}),
+        *("learning_rate=-1.0", ">= 0"),
     ),
     "lr=nan": refused(lambda _: zero(lr=float("nan")), "lr=nan", ">= 0"),
     "a group's lr below 0": refused(

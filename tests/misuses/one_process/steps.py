@@ -216,12 +216,13 @@ def nothing_to_train(_):
 def reseeded(_):
     """New random keys are given to a sharded model."""
     model = nnx.Sequential(
-        nnx.Linear(16, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.0, rngs=nnx.Rngs(dropout=1))
+        nnx.Linear(16, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(dropout=1))
     )
     other = nnx.clone(model)
     sharded, plan = shard((model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)))
     nnx.reseed(sharded[0], dropout=7)
     gshard.make_train_step(model_loss, plan)(*sharded, BATCH)
+    nnx.reseed(other, dropout=7)
     own = nnx.Optimizer(other, ADAM, wrt=nnx.Param)
     own.update(other, nnx.grad(model_loss)(other, BATCH))
     return gshard.full_params(sharded), nnx.state(other, nnx.Param)
