@@ -27,22 +27,28 @@ def named_arguments(
     Args:
       instead: what to write for an argument of another library, by its name there; or what to pass
         for one of the function's own that is missing, or as `"*"` for more than it takes.
-      name: of the function in the error; by default its own.
+      name: of the function in the error; by default its own, or that of the class it constructs.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
-        called = name or function.__name__
+        *_, owner, last = ["", *function.__qualname__.split(".")]
+        called = name or (owner if last in ("__init__", "__new__") else last)
         kinds = {x.kind for x in signature.parameters.values()}
         takes = [x for x in signature.parameters if x not in _HIDDEN]
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
-                signature.bind(*args, **kwargs)
-            except TypeError as error:
-                raise ArgumentTypeError(explained(str(error), kwargs)) from None
-            return function(*args, **kwargs)
+                return function(*args, **kwargs)
+            except TypeError:
+                try:  # only now: a call that fits pays nothing
+                    signature.bind(*args, **kwargs)
+                except TypeError as error:
+                    said = str(error)
+                else:
+                    raise
+            raise ArgumentTypeError(explained(said, kwargs))
 
         def explained(error: str, given: Mapping[str, Any]) -> str:
             known = instead or {}

@@ -98,7 +98,7 @@ class Checkpointer:
       [1, 2]
     """
 
-    @named_arguments(_INSTEAD, "Checkpointer")
+    @named_arguments(_INSTEAD)
     def __init__(
         self,
         directory: str | os.PathLike[str],

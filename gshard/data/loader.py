@@ -98,7 +98,7 @@ class DataLoader:
       ...     state, metrics = step(state, global_batch)
     """
 
-    @named_arguments(_INSTEAD, "DataLoader")
+    @named_arguments(_INSTEAD)
     def __init__(
         self,
         source: Any,

@@ -42,7 +42,7 @@ class DistributedDataParallel(DataParallel):
 
     __slots__ = ()
 
-    @named_arguments(_INSTEAD, "DistributedDataParallel")
+    @named_arguments(_INSTEAD)
     def __new__(
         cls,
         module: Any = None,

@@ -55,7 +55,7 @@ class ZeroRedundancyOptimizer:
       >>> opt.param_groups[0]["lr"] = 1e-4
     """
 
-    @named_arguments(_MISSING, "ZeroRedundancyOptimizer")
+    @named_arguments(_MISSING)
     def __init__(
         self,
         params: Any,

@@ -46,7 +46,7 @@ class DataParallel(Wrapped):
 
     __slots__ = ()
 
-    @named_arguments(_INSTEAD, "DataParallel")
+    @named_arguments(_INSTEAD)
     def __new__(
         cls,
         layers: Any = None,
