@@ -12,6 +12,7 @@ from gshard._util.errors import ArgumentTypeError, did_you_mean, some
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C", bound=type)
 _HIDDEN = ("self", "cls")
 _LACKING = re.compile(r"missing a required (?:\S+ )?argument: '(\w+)'")  # as Python says it
 
@@ -64,5 +65,15 @@ def named_arguments(
             return f"{called}: {error}. It takes {some(takes, 9)}."
 
         return checked
+
+    return decorate
+
+
+def named_fields(instead: Mapping[str, str]) -> Callable[[C], C]:
+    """Returns a decorator of a dataclass: `named_arguments` for its fields."""
+
+    def decorate(cls: C) -> C:
+        cls.__init__ = named_arguments(instead, cls.__name__)(cls.__init__)
+        return cls
 
     return decorate

@@ -222,6 +222,12 @@ class ZeroRedundancyOptimizer:
         """
         given: Any = state_dict if isinstance(state_dict, Mapping) else {}
         ours = bool(given) and {*given} <= {"state", "shards", "param_groups"}
+        for name, entry in given.items():
+            if not ours and isinstance(entry, Mapping) and "param_groups" in entry:
+                raise GShardError(
+                    f"load_state_dict: this is no optimizer's state, but its entry {name!r} is: "
+                    "pass that entry. Nothing was changed."
+                )
         saved = self._saved_values(given["param_groups"]) if "param_groups" in given else []
         if ours and "shards" in given:
             self._engine.load_shards(entries(given["shards"], len(self.param_groups)))

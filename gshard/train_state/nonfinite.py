@@ -20,6 +20,7 @@ import numpy as np
 import optax
 from jax import core, lax
 
+from gshard._util.arguments import named_fields
 from gshard._util.errors import GShardError, NonFiniteError
 from gshard._util.events import StepNumber
 from gshard._util.validation import check_integer, flag, shown
@@ -45,6 +46,17 @@ class ScalerState(NamedTuple):
     bad: Any = np.int32(0)
 
 
+_INSTEAD = {  # of PyTorch's arguments
+    "enabled": "It is enable= here.",
+    "init_scale": "It is init_loss_scaling= here.",
+    "growth_factor": "It is incr_ratio= here.",
+    "backoff_factor": "It is decr_ratio= here.",
+    "growth_interval": "It is incr_every_n_steps= here.",
+    "device": "It needs no device: the scale is part of the train state.",
+}
+
+
+@named_fields(_INSTEAD)
 @dataclass(frozen=True)
 class GradScaler:
     """Settings of loss scaling, which keeps small float16 gradients from becoming 0.

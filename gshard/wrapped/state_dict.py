@@ -160,12 +160,25 @@ def differing_names(missing: list[str], unknown: list[str], whose: str) -> str:
     return "; ".join(f"{what} {some(names)}" for what, names in both if names)
 
 
+def advice_on_names(values: Mapping[str, Any], stored: NamedArrays) -> str:
+    """Says where the names are in another library's checkpoint; empty if nothing suggests it."""
+    for name, entry in values.items():
+        if isinstance(entry, Mapping) and stored.keys() & entry.keys():
+            return f" Its entry {name!r} has such names: pass that entry."
+        start, _, rest = name.partition(".")
+        if name not in stored and rest in stored:
+            short = f"{{name.removeprefix('{start}.'): x for name, x in state_dict.items()}}"
+            return f" Its names begin with '{start}.', which these do not: pass {short}."
+    return ""
+
+
 def set_model(model: Any, values: Any, stored: NamedArrays) -> tuple[list[str], list[str]]:
     """Sets the arrays that both have, and warns of the others; returns the result of `check`."""
     missing, unknown = check(values, stored, "set_state_dict")
+    advice = advice_on_names(values, stored)
     set_values(model, values, stored)
     if strange := differing_names(missing, unknown, "the model"):
-        warn(f"set_state_dict: {strange}.")
+        warn(f"set_state_dict: {strange}.{advice}")
     return missing, unknown
 
 
@@ -174,7 +187,8 @@ def check_optimizer_values(values: Any, stored: NamedArrays) -> None:
     found = check(values, stored, "set_state_dict of the optimizer")
     if strange := differing_names(*found, "this optimizer"):
         raise GShardError(
-            f"set_state_dict: the state is another optimizer's: {strange}. Nothing was changed."
+            f"set_state_dict: the state is another optimizer's: {strange}."
+            f"{advice_on_names(values, stored)} Nothing was changed."
         )
 
 

@@ -24,6 +24,7 @@ from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.compiled_fns import OnModel, split_inputs
 from gshard.wrapped.state_dict import (
     NamedArrays,
+    advice_on_names,
     check,
     differing_names,
     full_values,
@@ -255,8 +256,8 @@ class Wrapped(Keeping):
         found = LoadedNames(*check(state_dict, stored, "load_state_dict"))
         if flag("strict", strict) and (strange := differing_names(*found, "the model")):
             raise GShardError(
-                f"load_state_dict: {strange}. Nothing was changed. With strict=False the names "
-                "that both have are set."
+                f"load_state_dict: {strange}.{advice_on_names(state_dict, stored)} Nothing was "
+                "changed. With strict=False the names that both have are set."
             )
         set_values(self, state_dict, stored)
         return found

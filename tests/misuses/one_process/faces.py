@@ -98,6 +98,11 @@ def local_state(change: Any) -> Any:
     own.load_state_dict(change(own.state_dict()))
 
 
+def prefixed(_):
+    model = gshard.pytorch.DistributedDataParallel(plain())
+    model.load_state_dict({f"module.{name}": x for name, x in model.state_dict().items()})
+
+
 def edited_state(_):
     """`lr` of a saved state is changed before it is loaded, as PyTorch's users do."""
     own = zero()
@@ -228,6 +233,24 @@ ROWS = {
     "set_state_dict with unknown names": warned(
         lambda _: gshard.paddle.set_state_dict(plain(), {"weight": np.ones((2, 2))}),
         "does not know",
+    ),
+    "a whole checkpoint for a model": warned(
+        lambda _: gshard.paddle.set_state_dict(
+            plain(), {"model": gshard.paddle.state_dict(plain()), "epoch": 3}
+        ),
+        "Its entry 'model' has such names: pass that entry.",
+    ),
+    "names with the prefix of PyTorch's DDP": refused(
+        prefixed, "Its names begin with 'module.'", "name.removeprefix('module.')"
+    ),
+    "a whole checkpoint for an optimizer": refused(
+        lambda _: local_state(lambda own: {"optimizer": own, "epoch": 3}),
+        "its entry 'optimizer' is: pass that entry",
+    ),
+    "the arguments of PyTorch's GradScaler": refused(
+        lambda _: gshard.GradScaler(init_scale=1024.0),
+        "It is init_loss_scaling= here.",
+        error=gshard.ArgumentTypeError,
     ),
     "state_dict of a number": refused(lambda _: gshard.paddle.state_dict(3), "3"),
     "DataParallel of a function": refused(lambda _: gshard.paddle.DataParallel(loss_fn), "nnx"),
