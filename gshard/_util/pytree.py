@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,9 @@ from jax import core
 
 from gshard._util.errors import GShardError, some
 from gshard._util.validation import shown
+
+
+_ARRAY_LIKE = (*get_args(jax.typing.ArrayLike), jax.ShapeDtypeStruct)
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
@@ -62,6 +65,23 @@ def belongs_to(
     return [max(ends, key=lambda end: frequency[end[0]], default=None) for ends in found]
 
 
+def lists_of_numbers(tree: Any) -> list[tuple[str, list[Any]]]:
+    """The lists in a tree that hold only numbers or such lists, with their paths.
+
+    To JAX each number is a leaf of its own, and nobody means that of a list such as token ids.
+    """
+
+    def is_one(x: Any) -> bool:
+        return isinstance(x, list) and bool(x) and all(map(_is_number, jax.tree.leaves(x)))
+
+    pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_one)
+    return [(path_of(keys), x) for keys, x in pairs if isinstance(x, list)]
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (bool, int, float, complex)) and not hasattr(x, "dtype")
+
+
 def check_unique(paths: list[str], what: str) -> None:
     """Raises a `GShardError` when two leaves have the same path."""
     twice = sorted({path for path in paths if paths.count(path) > 1})
@@ -98,8 +118,11 @@ def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
     return structure
 
 
-def check_array(x: Any, where: str) -> None:
-    """Refuses what JAX would not take as an array, or only without a mask; `where` names it."""
+def check_array(x: Any, where: str, is_converted: bool = False) -> None:
+    """Refuses what JAX would not take as an array, or only without a mask; `where` names it.
+
+    With `is_converted`, NumPy makes an array of it, so whatever has a dtype and a shape will do.
+    """
     if isinstance(x, np.ma.MaskedArray):
         raise GShardError(
             f"{where} is a NumPy masked array, whose mask would be dropped. Pass x.filled(0), and "
@@ -112,6 +135,9 @@ def check_array(x: Any, where: str) -> None:
         )
     try:
         _ = jnp.result_type(x), jnp.shape(x)
+        is_array = isinstance(x, _ARRAY_LIKE) or hasattr(x, "__jax_array__")
+        if not is_array and not is_converted:
+            raise TypeError(f"{type(x).__name__} is no array")
     except (TypeError, ValueError) as error:
         if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
             raise GShardError(

@@ -19,7 +19,14 @@ from jax.dtypes import canonicalize_dtype
 from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard._util.errors import GShardError
-from gshard._util.pytree import check_array, check_fits, flatten, subscript, why_not_numeric
+from gshard._util.pytree import (
+    check_array,
+    check_fits,
+    flatten,
+    lists_of_numbers,
+    subscript,
+    why_not_numeric,
+)
 from gshard._util.validation import shown
 from gshard.data.consistency import compare_batches
 from gshard.distributed.agree import spans_processes
@@ -193,6 +200,12 @@ def check_examples(batch: Any, devices: int, micro_batches: int) -> int:
             "trees too: make them arrays)."
         )
     first, count = next(iter(counts.items()))
+    for path, x in lists_of_numbers(batch):
+        if len(x) == count:
+            raise GShardError(
+                f"batch{subscript(path)} is a list with an entry for each of the {count} examples. "
+                "Every number in it would be an array of its own: make it one, np.asarray(...)."
+            )
     for path, n in counts.items():
         if n != count:
             raise GShardError(

@@ -12,7 +12,14 @@ import jax
 import numpy as np
 
 from gshard._util.errors import GShardError
-from gshard._util.pytree import check_array, differences, flatten, subscript, why_not_numeric
+from gshard._util.pytree import (
+    check_array,
+    differences,
+    flatten,
+    lists_of_numbers,
+    subscript,
+    why_not_numeric,
+)
 from gshard._util.validation import shown
 from gshard.data.batch_number import MASK
 from gshard.data.consistency import describe_structure
@@ -118,11 +125,17 @@ class Source:
         paths, leaves, structure = flatten(example)
         if not leaves:
             raise GShardError(f"{self._name(0)} is {shown(example)}: it holds no number or array.")
+        for path, x in lists_of_numbers(example):
+            raise GShardError(
+                f"{self._name(0)}{subscript(path)} is a Python list of {len(x)}. Every number "
+                "in it would be an array of its own. Make it one array: dataset.with_format("
+                '"numpy"), or np.asarray(...) in transform=.'
+            )
         forms = []
         for path, x in zip(paths, leaves, strict=True):
             dtype = getattr(x, "dtype", None)
             if dtype is not None and type(x) is not np.ndarray:
-                check_array(x, f"{self._name(0)}{subscript(path)}")
+                check_array(x, f"{self._name(0)}{subscript(path)}", is_converted=True)
             if why := why_not_numeric(np.asarray(x).dtype if dtype is None else dtype):
                 raise GShardError(
                     f"{self._name(0)}{subscript(path)} {why}. Change or leave it out in transform=."
@@ -197,7 +210,7 @@ def _length_of_arrays(data: Any, transformed: bool) -> int:
                 "share their leading dimension."
             )
         if not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray):
-            check_array(x, f"source{subscript(path)}")
+            check_array(x, f"source{subscript(path)}", is_converted=True)
         why = why_not_numeric(x.dtype)
         if why and (not transformed or not isinstance(x, np.ndarray)):
             raise GShardError(

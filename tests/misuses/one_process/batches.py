@@ -30,6 +30,16 @@ BIG = 2**40
 X, Y = BATCH["x"], BATCH["y"]
 
 
+class OnDisk:
+    """As an array of h5py or zarr: NumPy can read it, and JAX does not know it."""
+
+    def __init__(self, x: np.ndarray):
+        self._x, self.shape, self.dtype, self.ndim = x, x.shape, x.dtype, x.ndim
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return self._x
+
+
 def examples(count: int) -> dict[str, np.ndarray]:
     return {"x": np.resize(X, (count, 16)), "y": np.resize(Y, (count, 8))}
 
@@ -180,6 +190,13 @@ ROWS = {
     "a masked array": refused(
         lambda _: train({"x": np.ma.masked_array(X, mask=X > 0), "y": Y}),
         *("batch['x']", "masked", "filled(0)"),
+    ),
+    "an array of a file, such as of h5py": refused(
+        lambda _: train({"x": OnDisk(X), "y": Y}), "batch['x'] is a OnDisk", "np.asarray"
+    ),
+    "labels as a Python list": refused(
+        lambda _: train({"x": X, "y": Y, "label": [0, 1] * (len(X) // 2)}),
+        f"batch['label'] is a list with an entry for each of the {len(X)} examples",
     ),
     "an NNX variable": right(lambda _: as_alone({"x": nnx.Variable(jnp.asarray(X)), "y": Y})),
     "a NumPy matrix": right(lambda _: as_alone({"x": np.asmatrix(X), "y": Y})),

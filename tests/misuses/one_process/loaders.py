@@ -84,6 +84,10 @@ def global_of(batches: Any) -> Any:
 ROWS = {
     "batch_size=0": refused(lambda _: loader(size=0), "batch_size=0", "1 or more"),
     "batch_size=8.0": refused(lambda _: loader(size=8.0), "batch_size=8.0"),
+    "token ids as Python lists, as Hugging Face's datasets give them": refused(
+        lambda _: loader([{"ids": [1, 2, 3]} for _ in range(8)]),
+        *("source[0]['ids'] is a Python list of 3", "with_format"),
+    ),
     "arguments of PyTorch's DataLoader": refused(
         lambda _: loader(num_workers=2),
         *("num_workers", "prefetch="),
