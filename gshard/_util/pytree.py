@@ -14,7 +14,6 @@ from jax import core
 from gshard._util.errors import GShardError, some
 from gshard._util.validation import shown
 
-
 _ARRAY_LIKE = (*get_args(jax.typing.ArrayLike), jax.ShapeDtypeStruct)
 
 
