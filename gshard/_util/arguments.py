@@ -57,7 +57,7 @@ def named_arguments(
             if unknown is not None and inspect.Parameter.VAR_KEYWORD not in kinds:
                 hint = f" {known[unknown]}" if unknown in known else did_you_mean(unknown, takes)
                 return f"{called} has no argument {unknown}=.{hint} It takes {some(takes, 9)}."
-            if "too many positional" in error and "*" in known:
+            if re.search("too many positional|positional.only", error) and "*" in known:
                 return f"{called}: {error}. {known['*']}"
             lacking = _LACKING.search(error)
             if lacking is not None and lacking[1] in known:

@@ -18,6 +18,7 @@ from jax import core
 from jax.dtypes import canonicalize_dtype
 from jax.sharding import AbstractMesh, NamedSharding
 
+from gshard._util.arguments import named_arguments
 from gshard._util.errors import GShardError
 from gshard._util.pytree import (
     check_array,
@@ -34,6 +35,7 @@ from gshard.sharding.batch_specs import spec_of
 from gshard.sharding.plan import Plan
 
 
+@named_arguments({"plan": "It is called as shard_batch(batch, plan)."})
 def shard_batch(batch: Any, plan: Plan) -> Any:
     """Places this process's examples on its devices, as part of the global batch.
 

@@ -125,7 +125,8 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
     non_trainable = {name: layouts_of(tree, level.shards_params) for name, tree in frozen.items()}
     known |= {layout.path: layout for layout in jax.tree.leaves(non_trainable)}
     for name, tree in others.items():
-        non_trainable |= layouts_of({name: tree}, level.shards_params)
+        own = layouts_of({name: tree}, level.shards_params)
+        non_trainable |= jax.tree.map(_unpadded_key, own)
     non_trainable |= {name: all_replicated(tree, group) for name, tree in overwritten.items()}
     computed, master, reduced = _in_precision(trained, precision)
     nodes = nodes_of(request.mesh)
@@ -187,6 +188,12 @@ def _like_parameters(
         end and dataclasses.replace(params[end[1]], path=path, dtype=leaf.dtype)
         for end, path, leaf in zip(ends, paths, leaves, strict=True)
     ]
+
+
+def _unpadded_key(layout: Layout) -> Layout:
+    """Replicates what may be an old-style random key, which padding would make another array."""
+    is_key = layout.dtype == jnp.uint32 and layout.padding
+    return layout.replicated() if is_key else layout
 
 
 def _in_precision(trained: Any, precision: Precision | None) -> tuple[Any, dict[str, Layout], Any]:

@@ -42,9 +42,13 @@ def warn_of_padded_model(plan: Plan) -> None:
         )
 
 
-def warn_of_padding(closed_over: Sequence[Any]) -> None:
-    """Warns of arrays that look like one of those: of a tracer, the shape and dtype are known."""
-    for x in closed_over:
+def warn_of_padding(arrays: Sequence[Any], name: str = "") -> None:
+    """Warns of arrays that look like one of those: of a tracer, the shape and dtype are known.
+
+    The loss closes over them, or is given them as the argument of this name.
+    """
+    how = f"{name}= of the loss is" if name else "the loss closes over"
+    for x in arrays:
         of_form = _stored.get((getattr(x, "shape", ()), str(getattr(x, "dtype", None))))
         if not of_form or not isinstance(x, jax.Array):
             continue
@@ -52,10 +56,10 @@ def warn_of_padding(closed_over: Sequence[Any]) -> None:
         layout = next(iter(of_form.values())) if traced else of_form.get(x.sharding)
         if layout is not None:
             warn(
-                f"the loss closes over an array of shape {x.shape}, the shape in which gshard "
+                f"{how} an array of shape {x.shape}, the shape in which gshard "
                 f"stores {layout.path} of shape {layout.shape}. If it is that array, it is padded "
                 "with zeros, and the loss computes with them: pass it as a field of the train "
-                "state, which the loss gets without padding; or close over "
-                "gshard.full_params(state); or shard that state with "
+                "state under the field's own name, which the loss gets without padding; or pass "
+                "gshard.full_params(state) of that state; or shard it with "
                 'indivisible="replicate".'
             )

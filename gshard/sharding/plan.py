@@ -364,13 +364,15 @@ def check_state(state: Any, plan: Plan, call: str, inference: bool = False) -> N
     if inference and plan.kind.is_inference(state):
         return
     try:
-        what = "" if type(kind_of(state)) is type(plan.kind) else f"state is {shown(state)}."
-    except GShardError as error:
-        what = str(error)
-    if what:
+        fits = type(kind_of(state)) is type(plan.kind)
+    except GShardError:
+        fits = False
+    if not fits:
+        other = inference and "state" in plan.kind.arguments
         raise GShardError(
-            f"{call}: {what} Here, pass what gshard.shard_train_state returned with this plan, in "
-            "this order."
+            f"{call}: state is {shown(state)}. Pass what gshard.shard_train_state returned with "
+            "this plan, in this order."
+            + (" For other parameters pass state.replace(params=...)." if other else "")
         )
 
 

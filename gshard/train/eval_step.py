@@ -40,7 +40,14 @@ from gshard.train.padding_mask import MaskCheck
 from gshard.train.same_program import ProgramCheck
 from gshard.train_state import Components
 
+_INSTEAD = {
+    "plan": "It is called as make_eval_step(fn, plan).",
+    "rng": "A key can be part of the batch: {**batch, 'key': jax.random.key(0)}.",
+    **dict.fromkeys(("has_aux", "mutable"), "The function returns whatever the evaluation does."),
+}
 
+
+@named_arguments(_INSTEAD)
 def make_eval_step(
     fn: Callable[..., Any],
     plan: Plan,

@@ -249,7 +249,7 @@ class GradientStage:
         dims = plan.sequence_dims(batch)
         warn_of_replicated(batch, dims, plan.named_sequence_dims)
         refuse_abstract(jax.tree.leaves(parts.params))
-        _check_dtypes(parts.params, plan)
+        _check_params(parts.params, plan)
 
         def on_device(
             leaves: list[jax.Array],
@@ -337,12 +337,20 @@ def _may_be_keys(non_trainable: dict[str, Any]) -> bool:
     return any(x.dtype == jnp.uint32 and jnp.ndim(x) for x in jax.tree.leaves(non_trainable))
 
 
-def _check_dtypes(params: Any, plan: Plan) -> None:
-    """Refuses parameters whose dtype is not the compute dtype of the plan's `Precision`."""
-    if plan.precision is None:
-        return
+def _check_params(params: Any, plan: Plan) -> None:
+    """Refuses parameters that have not the shape, or with a `Precision` not the dtype, as stored.
+
+    An optimizer that computes gradients by itself has them in their logical shapes.
+    """
     for x, layout in zip(jax.tree.leaves(params), jax.tree.leaves(plan.params), strict=True):
-        if x.dtype != layout.dtype:
+        if x.shape != layout.stored_shape:
+            raise GShardError(
+                f"the parameter {layout.path} has shape {x.shape}, and the plan stores it as "
+                f"{layout.stored_shape}. Pass state.params. Inside the update of an optimizer "
+                "parameters have no padding; to compute gradients there, shard the state with "
+                'indivisible="replicate", which needs none.'
+            )
+        if plan.precision is not None and x.dtype != layout.dtype:
             raise GShardError(
                 f"the parameter {layout.path} is {x.dtype}, and the plan computes with "
                 f"{layout.dtype}. Pass state.params, which precision= has cast."

@@ -7,7 +7,7 @@ global batch are `Weighted`, sums, or the same on all devices (`global_loss.shar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -119,8 +119,9 @@ class NormalizedLoss:
         total, weight = (out, jnp.ones((), jnp.float32)) if plain else (out.sum, out.weight)
         for name, x in (("loss", total), ("weight", weight)):
             if not is_numeric(x):
+                hint = " Return (loss, aux) with has_aux=True." if isinstance(x, Mapping) else ""
                 raise GShardError(
-                    f"the {name} must be a floating scalar; the function returned {shown(x)}."
+                    f"the {name} must be a floating scalar; the function returned {shown(x)}.{hint}"
                 )
             if jnp.shape(x) != ():
                 raise GShardError(
@@ -203,12 +204,15 @@ def _check_aux(aux: Any, batch: Any) -> None:
             continue
         if not is_numeric(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             what = f"has dtype {jnp.result_type(x)}" if is_numeric(x) else f"is {shown(x)}"
-            raise GShardError(
-                f"aux {path!r} {what}: only floating auxiliary outputs are averaged over the "
-                'batch. For other numbers choose a reduction, such as gshard.Reduced(x, "sum"); '
-                "leave out everything that is not numeric."
-            )
+            raise GShardError(f"aux {path!r} {what}: {_AUX[batch is None]}")
         _warn_of_entries_per_example(f"aux {path!r}", x, batch)
+
+
+_AUX = {  # of the global batch, or not
+    True: "return numbers and arrays.",
+    False: "only floating auxiliary outputs are averaged over the batch. For other numbers choose "
+    'a reduction, such as gshard.Reduced(x, "sum"); leave out everything that is not numeric.',
+}
 
 
 def _warn_of_entries_per_example(place: str, x: Any, batch: Any) -> None:
@@ -230,9 +234,10 @@ def _like_the_non_trainable(
     for name, tree in updates.items():
         if name not in non_trainable:
             raise GShardError(
-                f"the loss returns {name!r}, and the state has "
-                f"{some(sorted(non_trainable)) or 'no'} "
-                "further fields. Add it to the state before shard_train_state."
+                f"the loss returns new values of {name!r}, which is no field of the state (its "
+                f"further fields: {some(sorted(non_trainable)) or 'none'}). Add the field before "
+                "shard_train_state; or leave it out of mutable=, and return what you need of it in "
+                "aux (has_aux=True)."
             )
         paths, old, structure = flatten(non_trainable[name])
         same_leaves(tree, paths, f"what the loss returns as {name!r} is")

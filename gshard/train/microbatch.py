@@ -245,11 +245,12 @@ class MicroBatchLoss:
 
         `non_trainable` are paths by position among the inputs; `trace(batch)` is another jaxpr.
         """
-        numbers = [x for x in (self.step, *numbers) if x is not None]
         for at in draws.raw & non_trainable.keys():
-            self.raw_keys.add(non_trainable[at])
+            self.raw_keys.add(path := non_trainable[at])
+            known = self.step is not None and path.partition("/")[0] not in self.options.mutable
             key = jax.random.wrap_key_data(gathered(inputs[at]))
-            inputs[at] = jax.random.key_data(fold_keys(key, *numbers))
+            folded = fold_keys(key, *([self.step] if known else []), *numbers)
+            inputs[at] = jax.random.key_data(folded)
         unsigned = {
             at for at in non_trainable if jnp.issubdtype(inputs[at].dtype, jnp.unsignedinteger)
         }

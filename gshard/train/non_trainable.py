@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 
+from gshard._util.errors import warn
 from gshard._util.pytree import flatten, map_leaves, same_leaves
 from gshard.sharding.layout import Layout, all_replicated
+from gshard.sharding.padded_storage import warn_of_padding
 from gshard.sharding.plan import Plan
 from gshard.sharding.precision import is_floating
 from gshard.train.comm.collectives import gather
@@ -25,6 +27,7 @@ def non_trainable_layouts(non_trainable: dict[str, Any], plan: Plan) -> dict[str
     for name, tree in non_trainable.items():
         layouts[name] = plan.non_trainable.get(name)
         if layouts[name] is None:
+            warn_of_padding(jax.tree.leaves(tree), name)
             layouts[name] = all_replicated(tree, plan.group)
         same_leaves(tree, flatten(layouts[name])[0], f"{name} is")
     return layouts
@@ -45,6 +48,24 @@ def to_storage(
             if x.dtype != dtype:
                 stored[FROZEN][path] = to_device(x, layouts[FROZEN][path]).astype(dtype)
     return stored
+
+
+def warn_of_lost_updates(aux: Any, non_trainable: dict[str, Any], mutable: Collection[str]) -> None:
+    """Warns of new values of the state in `aux`, such as batch statistics, which a step drops."""
+    if isinstance(aux, (tuple, list)):
+        for x in aux:
+            warn_of_lost_updates(x, non_trainable, mutable)
+    if not isinstance(aux, Mapping):
+        return
+    for name, tree in aux.items():
+        old = non_trainable.get(name) if isinstance(name, str) else None
+        if old is None or name in mutable or flatten(tree)[0] != flatten(old)[0]:
+            continue
+        warn(
+            f"the loss returns {name!r} in aux, and the state has a field of this name, which "
+            f"keeps its old value. To change it, pass mutable={name!r} and return "
+            f"(loss, {{{name!r}: new}}), or (loss, (aux, {{{name!r}: new}})) with has_aux=True."
+        )
 
 
 def pin_updates(updates: dict[str, Any], plan: Plan) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class StepOptions:
     end_bucket_size: int = END_BUCKET_SIZE
     loss_semantics: LossSemantics = "per_device"
     gather_limit: int | None = None
+    mutable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_semantics(self.loss_semantics)
@@ -55,7 +56,6 @@ class StepOptions:
 class TrainStepOptions(StepOptions):
     """The options of a train step; the names are those of `make_train_step`."""
 
-    mutable: tuple[str, ...] = ()
     rng: jax.Array | None = None
     scaler: GradScaler | None = None
     skip_nonfinite: bool | None = None

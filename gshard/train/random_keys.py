@@ -30,6 +30,8 @@ def typed_key(rng: Any) -> Any:
     kind = jnp.shape(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))))
     if getattr(rng, "dtype", None) == jnp.uint32 and jnp.shape(rng) == kind:
         return jax.random.wrap_key_data(jnp.asarray(rng))
+    if isinstance(rng, jax.Array) and _is_key(rng):
+        raise GShardError(f"rng= holds keys of shape {rng.shape}. Pass one of them.")
     raise GShardError(f"rng={shown(rng)} is not a PRNG key. Pass one, such as jax.random.key(0).")
 
 

@@ -29,6 +29,7 @@ from gshard.train.global_loss.transfers import Transfer, transfers_table
 from gshard.train.gradients import GradientStage
 from gshard.train.late_checks import late_checks
 from gshard.train.latest_state import LatestState
+from gshard.train.non_trainable import warn_of_lost_updates
 from gshard.train.nonfinite_leaves import flags_sharding, watch_of
 from gshard.train.optim.optimizer import update_and_all_gather
 from gshard.train.optim.skip_update import keep_unless
@@ -120,7 +121,8 @@ def make_train_step(
         or `(loss, (aux, {name: value}))`. They are those of the whole batch. With `"per_device"`
         floating values become their mean over devices, others their maximum.
       rng: a key (`jax.random.key(0)`) for a Linen loss that names `rng`; folded with the step. Keys
-        in further fields of a Linen state, typed or old-style, are folded too. With
+        in further fields of a Linen state, typed or old-style, are folded too, unless `mutable=`
+        names the field. With
         `"per_micro_batch"` both are also folded with the micro-batch, with `"per_device"` with
         device and micro-batch.
       scaler: a `gshard.GradScaler`, for float16.
@@ -372,8 +374,9 @@ class TrainStep:
             rng = jax.random.fold_in(rng, parts.step)
         if plan.kind.counts_draws and options.loss_semantics != "per_device":
             now = dataclasses.replace(parts, step=None)  # the keys of one device, as they are
-        else:  # a key in the state would draw the same at every step
-            keys = fold_keys(parts.non_trainable, parts.step)
+        else:  # a key that the loss does not change would draw the same at every step
+            own = {k: x for k, x in parts.non_trainable.items() if k not in options.mutable}
+            keys = {**parts.non_trainable, **fold_keys(own, parts.step)}
             now = dataclasses.replace(parts, non_trainable=keys)
         if row is not None:
             row = with_state(row, parts, plan)
@@ -397,6 +400,7 @@ class TrainStep:
             metrics["loss_scale"] = scale
         if options.has_aux:
             metrics["aux"] = result.aux
+            warn_of_lost_updates(result.aux, parts.non_trainable, options.mutable)
         non_trainable = {name: parts.non_trainable[name] for name in result.updates}
         new = Components(
             params,

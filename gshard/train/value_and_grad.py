@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard._util.arguments import named_arguments
 from gshard._util.errors import GShardError, place_of
 from gshard._util.pytree import same_leaves
 from gshard._util.validation import flag, names_of, shown
@@ -25,7 +26,19 @@ from gshard.train.options import LossSemantics, StepOptions, check_options
 from gshard.train.same_program import note_program
 from gshard.train_state import OVERWRITTEN
 
+_INSTEAD = {  # of jax.value_and_grad
+    "plan": "It is called as value_and_grad(loss_fn, plan).",
+    "argnums": "The gradient is that of the first argument of the loss.",
+    "reduce_axes": "Gradients are reduced over all data axes of the plan.",
+}
+_CALLS = dict.fromkeys(
+    ("*", "batch"),
+    "It is called as f(params, batch), with NNX as f(model, batch), and the loss takes both. A key "
+    "and fields of the state are passed by name: f(params, batch, rng=key).",
+)
 
+
+@named_arguments(_INSTEAD)
 def value_and_grad(
     loss_fn: Callable[..., Any],
     plan: Plan,
@@ -108,10 +121,12 @@ def value_and_grad(
         end_bucket_size=end_bucket_size,
         loss_semantics=loss_semantics,
         gather_limit=gather_limit,
+        mutable=names_of("mutable", mutable),
     )
     check_options(plan, options, sync)
-    names, name = names_of("mutable", mutable), f"the loss {place_of(loss_fn)}"
+    names, name = options.mutable, f"the loss {place_of(loss_fn)}"
 
+    @named_arguments(_CALLS, "value_and_grad(loss_fn, plan)")
     def on_batch(target: Any, batch: Any, /, *, rng: Any = None, **collections: Any) -> Any:
         parts = plan.kind.split_target(target, collections)
         pure = plan.kind.loss(loss_fn, names, parts.static)
@@ -135,6 +150,7 @@ def value_and_grad(
     return on_batch
 
 
+@named_arguments({"plan": "It is called as reduce_gradients(local_gradients, plan)."})
 def reduce_gradients(
     unreduced: LocalGradients,
     plan: Plan,
@@ -154,7 +170,9 @@ def reduce_gradients(
 
     Returns:
       `(loss, grads)`, or `((loss, aux), grads)` where the loss has aux: those of all examples
-      together, however many each call had. Aux is weighted as the loss is, or reduced as it says.
+      together, however many each call had. A float in aux is averaged over the calls, weighted as
+      the loss is, unless it is a quotient of sums; of a sum or a maximum return
+      `gshard.Reduced(x, "sum")` or `"max"`.
 
     Raises:
       GShardError: the gradients are reduced already, or were made with another plan.

@@ -14,9 +14,10 @@ import optax
 from flax import linen as nn
 from flax.core import meta
 from flax.linen.spmd import logical_to_mesh_axes
+from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
-from gshard._util.errors import GShardError, place_of, some
+from gshard._util.errors import GShardError, place_of, some, warn
 from gshard._util.pytree import flatten, path_of
 from gshard._util.validation import check_takes, shown
 from gshard.train_state.components import Components, Kind, PureLoss
@@ -115,6 +116,13 @@ class Linen(Kind):
                 )
 
     def check_step(self, state: Any) -> None:
+        for name in _fields(state, True):
+            if isinstance(getattr(state, name), DynamicScale):
+                warn(
+                    f"make_train_step does not use the DynamicScale in state.{name}: the loss is "
+                    "not scaled. Pass scaler=gshard.GradScaler(), which scales it, and leave the "
+                    "field out."
+                )
         if type(state).apply_gradients is not TrainState.apply_gradients:
             raise GShardError(
                 f"{type(state).__name__} has an apply_gradients of its own, which make_train_step "
@@ -179,10 +187,11 @@ class Linen(Kind):
             if missing:
                 only = f"only {some(sorted(available))} is" if available else "nothing is"
                 raise GShardError(
-                    f"the loss requires {some(sorted(missing))}, but {only} available. A loss "
-                    "is called with params, batch, the further fields of the state that it names, "
-                    "and rng where one was passed (make_train_step(rng=jax.random.key(0)), or "
-                    "value_and_grad(loss_fn, plan)(params, batch, rng=key); evaluation has none)."
+                    f"{place_of(loss_fn)} requires {some(sorted(missing))}, but {only} available. "
+                    "It is called with params, batch, the further fields of the state that it "
+                    "names, and rng where one was passed (make_train_step(rng=jax.random.key(0)), "
+                    "or value_and_grad(loss_fn, plan)(params, batch, rng=key)). Whatever else it "
+                    "needs can be part of the batch, also a key: {**batch, 'key': key}."
                 )
             given = {name: value for name, value in available.items() if name in named}
             boxed = all_params(params, non_trainable)

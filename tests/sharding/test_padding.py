@@ -124,6 +124,17 @@ def test_a_loss_that_closes_over_an_array_with_padding_is_warned_of(indivisible,
             assert run(teacher.params["w"]) != pytest.approx(wanted)
 
 
+def test_padded_parameters_of_another_state_that_are_passed_by_name_are_warned_of():
+    mesh = gshard.make_mesh(devices=jax.devices()[:3])
+    given = {"w": jnp.ones((7, 29))}, optax.sgd(0.1)
+    other, _ = gshard.shard_train_state(given, mesh, "p_g_os", min_shard_size=0)
+    state, plan = gshard.shard_train_state(given, mesh, "dp")
+    grad = gshard.value_and_grad(lambda p, x, *, w: (x @ p["w"] @ w.T).mean(), plan)
+    with pytest.warns(gshard.GShardWarning, match=r"w= of the loss is an array of shape \(7, 30\)"):
+        with pytest.raises(TypeError):  # 29 columns, and 30 with the padding
+            jax.jit(lambda p, w: grad(p, jnp.ones((6, 7)), w=w))(state.params, other.params["w"])
+
+
 def test_a_small_model_hears_nothing():
     params = {"w": jax.ShapeDtypeStruct((9, 5), jnp.float32)}
     mesh = gshard.make_mesh()

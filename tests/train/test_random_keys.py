@@ -299,3 +299,30 @@ def test_a_global_loss_of_an_nnx_model_draws_the_masks_of_one_device(k):
     step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=k)
     for _ in range(3):
         np.testing.assert_array_equal(step(*pair, EYE)["aux"], mask_by(alone, EYE))
+
+
+@pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3)], ids=["typed", "old"])
+def test_a_key_that_the_loss_changes_draws_what_one_device_draws(key):
+    def loss(params, x, *, dropout_rng):
+        new, own = jax.random.split(dropout_rng)
+        noise = jax.random.normal(own, x.shape)
+        return ((x + noise) * params["w"]).mean(), {"dropout_rng": new}
+
+    state, plan = gshard.shard_train_state(with_key(key), mesh(4), "os", min_shard_size=0)
+    step = gshard.make_train_step(loss, plan, mutable="dropout_rng")
+    own, params = key, PARAMS
+    for _ in range(3):
+        state, metrics = step(state, X)
+        of_params = lambda p, own=own: loss(p, X, dropout_rng=own)  # noqa: E731
+        (wanted, new), grads = jax.value_and_grad(of_params, has_aux=True)(params)
+        np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+        own, params = new["dropout_rng"], {"w": params["w"] - 0.1 * grads["w"]}
+
+
+def test_an_old_style_key_keeps_its_shape_on_more_devices_than_it_has_entries():
+    state, plan = gshard.shard_train_state(
+        with_key(jax.random.PRNGKey(0)), mesh(3), "p_g_os", min_shard_size=0
+    )
+    assert state.params["w"].shape == (18,)  # padded
+    assert state.dropout_rng.shape == (2,)
+    jax.jit(jax.random.split)(state.dropout_rng)

@@ -240,10 +240,14 @@ def float_of(evaluator: GlobalEvaluator, value: Value) -> jax.Array:
 
 
 def share_of(evaluator: GlobalEvaluator, value: Value) -> Any:
-    """What adds up to the value over the devices."""
-    if value.placement == PARTIAL:
-        return evaluator.convert(value, PARTIAL)
-    return evaluator.convert(value, REPLICATED) / evaluator.partition.parts
+    """What adds up to the value over the devices.
+
+    A value that all have is the first one's alone. A share of it, such as a third, would be rounded
+    where the derivative of a loss in bfloat16 is taken.
+    """
+    if value.placement != PARTIAL:
+        value = Value(REPLICATED, value.aval, evaluator.convert(value, REPLICATED))
+    return evaluator.convert(value, PARTIAL)
 
 
 def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: Any = None) -> Any:

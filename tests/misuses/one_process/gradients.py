@@ -42,6 +42,12 @@ def summed_of_two_kinds(_):
     return one + two
 
 
+def of_unpadded(_):
+    mesh = gshard.make_mesh(devices=jax.devices()[:3])
+    plan = shard(level="p_g_os", mesh=mesh, rules={"w": 1})[1]
+    gshard.value_and_grad(loss_fn, plan)(params(), {k: v[:15] for k, v in BATCH.items()})
+
+
 def updated_by_hand(_):
     """`optax` on a sharded state, without its `apply_gradients`."""
     state, plan, _ = kept("p_g_os")
@@ -97,9 +103,28 @@ ROWS = {
             jax.grad(loss_fn)(params(), BATCH),
         )
     ),
-    "value_and_grad without a batch": raw(
+    "value_and_grad of a loss of the parameters alone, as in JAX": refused(
         lambda _: gshard.value_and_grad(loss_fn, kept()[1])(kept()[0].params),
-        *(TypeError, "value_and_grad", "'batch'"),
+        *("needs the argument batch=", "f(params, batch)"),
+        error=gshard.ArgumentTypeError,
+    ),
+    "value_and_grad is given the batch by name": refused(
+        lambda _: gshard.value_and_grad(loss_fn, kept()[1])(params(), batch=BATCH),
+        "f(params, batch)",
+        error=gshard.ArgumentTypeError,
+    ),
+    "value_and_grad is given a key in third place": refused(
+        lambda _: gshard.value_and_grad(loss_fn, kept()[1])(params(), BATCH, jax.random.key(0)),
+        "f(params, batch, rng=key)",
+        error=gshard.ArgumentTypeError,
+    ),
+    "value_and_grad without a plan": refused(
+        lambda _: gshard.value_and_grad(loss_fn),
+        "value_and_grad(loss_fn, plan)",
+        error=gshard.ArgumentTypeError,
+    ),
+    "value_and_grad of unpadded parameters": refused(
+        of_unpadded, "has shape (16, 8)", "(16, 9)", "state.params"
     ),
     "the optimizer is called by hand": right(updated_by_hand),
     "gradients of jax.grad": right(plain_grad),

@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.training.train_state import TrainState
 
 import gshard
 from tests.misuses.small import (
+    ADAM,
     BATCH,
     EXAMPLES,
     alone,
@@ -31,6 +33,16 @@ CLOSED = {"w": np.ones((16, 8), np.float32), "b": np.zeros(8, np.float32)}
 
 def one(loss: Any, **options: Any) -> Any:
     return train(BATCH, loss, **options)
+
+
+class WithStatistics(TrainState):
+    batch_stats: Any = None
+
+
+def statistics_in_aux(_):
+    state = WithStatistics.create(apply_fn=None, params=params(), tx=ADAM, batch_stats=np.ones(8))
+    new = lambda p, b: (loss_fn(p, b), ({"batch_stats": b["y"].mean(0)}, 3))  # noqa: E731
+    train(BATCH, new, state, has_aux=True)
 
 
 def with_aux(aux: Any, **options: Any) -> Any:
@@ -301,7 +313,10 @@ ROWS = {
     ),
     "mutable= names what the state has not": refused(
         lambda _: one(lambda p, b: (loss_fn(p, b), {"batch_stats": {}}), mutable="batch_stats"),
-        *("'batch_stats'", "Add it to the state"),
+        *("'batch_stats'", "no field of the state", "has_aux=True"),
+    ),
+    "batch statistics are returned in aux, and mutable= is forgotten": warned(
+        statistics_in_aux, "mutable='batch_stats'", "keeps its old value"
     ),
     "mutable= of a loss that returns none": refused(
         lambda _: one(loss_fn, mutable="batch_stats"), "batch_stats"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
 import gshard
@@ -50,6 +51,11 @@ class Averaged(TrainState):
 
 class Doubled(TrainState):
     copy: Any = None
+
+
+def with_dynamic_scale(_):
+    state = Doubled.create(apply_fn=None, params=params(), tx=ADAM, copy=DynamicScale())
+    gshard.make_train_step(loss_fn, shard(state)[1])
 
 
 def of_its_own_class(_):
@@ -270,6 +276,15 @@ ROWS = {
     "the loss and the plan are swapped, value_and_grad": refused(
         lambda _: gshard.value_and_grad(kept()[1], loss_fn), "value_and_grad"
     ),
+    "evaluation of parameters alone": refused(
+        lambda _: gshard.make_eval_step(loss_fn, kept()[1])(kept()[0].params, BATCH),
+        *("state is a dict", "state.replace(params=...)"),
+    ),
+    "evaluation with rng=": refused(
+        lambda _: gshard.make_eval_step(loss_fn, kept()[1], rng=jax.random.key(0)),
+        "{**batch, 'key': jax.random.key(0)}",
+        error=gshard.ArgumentTypeError,
+    ),
     "the loss and the plan are swapped, make_eval_step": refused(
         lambda _: gshard.make_eval_step(kept()[1], loss_fn), "make_eval_step"
     ),
@@ -384,6 +399,9 @@ ROWS = {
     "one array for two leaves": refused(
         one_array_twice,
         *("params/b", "non_trainable/copy/b", "jnp.copy", "donate=False"),
+    ),
+    "a DynamicScale of Flax in the state": warned(
+        with_dynamic_scale, "state.copy", "scaler=gshard.GradScaler()"
     ),
     "an apply_gradients of its own": refused(
         of_its_own_class, "Averaged", "apply_gradients", "gshard.value_and_grad(loss_fn, plan)"

@@ -227,3 +227,22 @@ def test_a_mean_in_half_precision_over_micro_batches_says_where_float32_belongs(
     exact = lambda p, x: loss(p, x).astype(jnp.float32).mean()  # noqa: E731
     _, metrics = gshard.make_train_step(exact, plan, micro_batches=3)(state, x)
     assert float(metrics["loss"]) == 16.0
+
+
+@pytest.mark.parametrize(("dtype", "devices"), [("bfloat16", 3), ("float16", 5)])
+def test_a_loss_that_is_cast_at_its_end_has_the_gradient_of_one_device(dtype, devices):
+    """A third, or a fifth, of the loss is not exact in these types."""
+
+    def loss(p, x):
+        return jnp.square(jnp.tanh(x @ p["w"])).mean().astype(dtype)
+
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(4, 8)).astype(np.float32)}
+    x = rng.normal(size=(2 * devices, 4)).astype(np.float32)
+    mesh = gshard.make_mesh(devices=jax.devices()[:devices])
+    given = params, optax.sgd(0.1)
+    state, plan = gshard.shard_train_state(given, mesh, "os", min_shard_size=0)
+    _, found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, x)
+    np.testing.assert_allclose(
+        found["w"][:4, :8], jax.grad(loss)(params, x)["w"], rtol=1e-5, atol=1e-6
+    )
