@@ -100,6 +100,7 @@ class GlobalBatch:
             return fun(*jax.tree.unflatten(structure, leaves), batch)
 
         evaluator, found = self.values(of_leaves, 0, leaves, batch, None, 0)
+        alone = own_inside is not None and self.shards == 1
 
         def complete(x: Any, inside: bool) -> tuple[Any, bool]:
             if isinstance(x, Weighted):
@@ -107,7 +108,9 @@ class GlobalBatch:
                 return jnp.divide(*both), False
             value = x.value if isinstance(x, Reduced) else x
             own = inside and value.placement == sharded(0)
-            array = evaluator.convert(value, sharded(0) if own else REPLICATED)
+            if alone and inside:  # on the axis of `own_inside`: examples, or experts
+                own = value.aval.shape[0] * self.group.experts == self._examples(batch)
+            array = evaluator.convert(value, sharded(0) if own and not alone else REPLICATED)
             if inside and not own and own_inside is not None:
                 array = gather_examples(array, 0, 1, (self.group.kept,))
             return array, own
