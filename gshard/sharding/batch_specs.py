@@ -41,6 +41,7 @@ def checked_sequence_dims(given: Any, group: Group) -> SequenceDims:
             f"sequence_dims={shown(given)} changes nothing on a mesh without a sequence axis. "
             "Leave it out, or make one: gshard.make_mesh(sequence=4)."
         )
+        return {}
     return given
 
 
@@ -81,17 +82,12 @@ def sequence_dims(
     size = group.sequence * slices
     fitting = [1 if n and n % size == 0 else None for n in lengths]
     found = [x if x != _DEFAULT else y for x, y in zip(asked, fitting, strict=True)]
-    if given and all(dim is None for dim in found):
-        raise GShardError(
-            "sequence_dims leaves no array of the batch with a sequence to shard over the "
-            f"{group.sequence} devices of the sequence axis. Name the dimension of one, such as "
-            f"{_EXAMPLE}, or use a mesh without sequence=."
-        )
-    if all(dim is None for dim in found):
+    if all(dim is None for dim in found) and None not in asked:
         raise GShardError(
             f"the mesh has a sequence axis of {group.sequence} devices, and no array of the batch "
             "has a dimension 1 to shard over it. Use a mesh without sequence=, or name another "
-            f"dimension: {_EXAMPLE} of shard_train_state."
+            f"dimension: {_EXAMPLE} of shard_train_state. For an evaluation without sequences pass "
+            f"sequence_dims={{{paths[0]!r}: None}}."
         )
     return found
 
@@ -124,39 +120,61 @@ def _check(path: str, shape: Sequence[int], dim: int, group: Group, slices: int)
             f"{' or '.join(map(str, fitting))} (padded, with a mask in the loss), {another}. "
             "(If the targets are the inputs shifted by one, pass both, tokens[:, :-1] and "
             "tokens[:, 1:], or one array and shift it in the loss. If dimension "
-            f"{dim} is not a sequence, as in one-hot labels, pass "
-            f"sequence_dims={{{path!r}: None}} to shard_train_state.)"
+            f"{dim} is not a sequence, as in one-hot labels, or if an evaluation takes single "
+            f"tokens, pass sequence_dims={{{path!r}: None}} to shard_train_state.)"
         )
 
 
 def warn_of_replicated(batch: Any, dims: Sequence[int | None], given: SequenceDims) -> None:
-    """Warns of patterns without an array, and of arrays that every device has, larger than others.
+    """Warns of patterns without an array, and of long arrays to train on that every device has.
 
     `dims` is the dimension of each array that is sharded over the sequence axis.
+
+    Raises:
+      GShardError: the user left no array to shard.
     """
     paths, leaves, _ = flatten(batch)
-    for text in given:
-        if not any(re.search(text, path) for path in paths):
+    for text, dim in given.items():
+        if dim is not None and not any(re.search(text, path) for path in paths):
             warn(
                 f"sequence_dims: the pattern {text!r} matches no array of the batch."
                 f"{did_you_mean(text, paths)} There are {some(sorted(map(repr, paths)))}."
             )
     sizes = [math.prod(jnp.shape(x)) * getattr(x.dtype, "itemsize", 8) for x in leaves]
-    largest = max((n for n, dim in zip(sizes, dims, strict=True) if dim is not None), default=0)
-    for path, x, n, dim in zip(paths, leaves, sizes, dims, strict=True):
+    shared = [i for i, dim in enumerate(dims) if dim is not None]
+    if given and not shared:
+        raise GShardError(
+            "sequence_dims leaves no array of the batch with a sequence to shard over the sequence "
+            f"axis. Name the dimension of one, such as {_EXAMPLE}, or use a mesh without "
+            "sequence=. (An array that an evaluation alone has in full needs another name.)"
+        )
+    if not shared:
+        return
+    lengths = {i: jnp.shape(leaves[i])[dims[i]] for i in shared}
+    longest, largest = max(shared, key=lengths.__getitem__), max(shared, key=sizes.__getitem__)
+
+    def described(i: int) -> str:
+        return f"batch{subscript(paths[i])} of shape {list(jnp.shape(leaves[i]))}"
+
+    for i, (path, x) in enumerate(zip(paths, leaves, strict=True)):
         named = _asked(path, given) != _DEFAULT
-        if 0 < largest < n and dim is None and jnp.ndim(x) > 1 and not named:
-            another = ""
-            if jnp.ndim(x) > 2:
-                another = "If its sequence is another dimension, name that: "
-                another += f"sequence_dims={{{path!r}: 2}}. "
-            warn(
-                f"batch{subscript(path)} of shape {list(jnp.shape(x))} ({bytes_of(n)}) is not "
-                "sharded over the sequence axis: dimension 1 is not a multiple of it. Each device "
-                "of the axis has all of it, and computes as much as if there were no such axis "
-                f"(the largest array that is sharded has {bytes_of(largest)}). {another}If it has "
-                f"no sequence, say so: sequence_dims={{{path!r}: None}} of shard_train_state."
-            )
+        if dims[i] is not None or jnp.ndim(x) < 2 or named:
+            continue
+        other, another = f"{described(largest)} ({bytes_of(sizes[largest])})", ""
+        if 2 * x.shape[1] >= lengths[longest]:
+            other = described(longest)
+            another = f"If both have the same sequence, give both {lengths[longest]} positions. "
+        elif sizes[i] <= sizes[largest]:
+            continue
+        if jnp.ndim(x) > 2:
+            another += "If its sequence is another dimension, name that: "
+            another += f"sequence_dims={{{path!r}: 2}}. "
+        warn(
+            f"{described(i)} ({bytes_of(sizes[i])}) is not sharded over the sequence axis, as "
+            f"{other} is: dimension 1 is not a multiple of it. Each device of the axis has all of "
+            f"it, and computes as much as if there were no such axis. {another}If it has no "
+            f"sequence, say so: sequence_dims={{{path!r}: None}} of shard_train_state."
+        )
 
 
 def spec_of(x: Any, dim: int | None, group: Group) -> jax.P:

@@ -30,7 +30,8 @@ def test_sequences_that_cannot_be_shared():
     x = np.ones((24, 49), np.float32)
     fails(r"batch\['x'\] has shape \[24, 49\].*Use sequences of 48 or 52", examples={"x": x})
     fails(r"If dimension 1 is not a sequence.*sequence_dims=\{'x': None\}", examples={"x": x})
-    fails("no array of the batch has a dimension 1", examples={"x": np.ones(24, np.float32)})
+    message = r"no array of the batch has a dimension 1.*evaluation .*sequence_dims=\{'x': None\}"
+    fails(message, examples={"x": np.ones(24, np.float32)})
     fails("has 3 examples.*multiple of the 2 devices", examples={"x": x[:3, :48]})
     state, plan = sharded(PARAMS, sequence=4, order="zigzag")
     message = "zig-zag order.*two slices each.*40 or 48.*or sequence_order='contiguous'"
@@ -81,6 +82,37 @@ def test_a_large_array_that_no_device_shares_is_named():
     gshard.make_train_step(frames_loss, plan).lower(state, FRAMES)  # without a warning
 
 
+def test_inputs_that_are_shorter_than_a_mask_are_named():
+    examples = {"x": np.ones((24, 47, 48), np.float32), "mask": np.ones((24, 48), np.float32)}
+    state, plan = sharded(PARAMS, sequence=4)
+    message = (
+        r"batch\['x'\] of shape \[24, 47, 48\] .*as batch\['mask'\] of shape \[24, 48\] is.*"
+        r"give both 48 positions.*sequence_dims=\{'x': None\}"
+    )
+    step = gshard.make_train_step(lambda p, b: mean(p, b) * b["mask"].mean(), plan)
+    with pytest.warns(gshard.GShardWarning, match=message):
+        step.lower(state, examples)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_an_evaluation_of_single_tokens(order):
+    """Nothing is sharded over the sequence axis, and attention runs on every device."""
+    options = {"sequence_dims": {"token": None}, "sequence_order": order, "min_shard_size": 0}
+    mesh = gshard.make_mesh(sequence=4)
+    state, plan = gshard.shard_train_state((PARAMS, optax.sgd(0.1)), mesh, "p_g_os", **options)
+    x = np.random.default_rng(0).normal(size=(8, 1, 48)).astype(np.float32)
+
+    def evaluate(params, batch):
+        h = (batch["token"].reshape(8, -1, 48) @ params["w"]).reshape(8, -1, 4, 12)
+        return gshard.sequence.attention(h, h, batch["token"].reshape(h.shape), causal=True)
+
+    for token in (x, x[:, 0]):
+        found = gshard.make_eval_step(evaluate, plan)(state, {"token": token})
+        np.testing.assert_allclose(found, evaluate(PARAMS, {"token": token}), rtol=1e-5)
+    with pytest.raises(gshard.GShardError, match="leaves no array of the batch.*another name"):
+        gshard.make_train_step(frames_loss, plan)(state, {"token": x})
+
+
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_the_dimension_of_a_sequence_is_named(order):
     mesh = gshard.make_mesh(sequence=4)
@@ -116,12 +148,11 @@ def test_a_dimension_that_does_not_fit():
             {"frames": 1},
             r"sequences of 3 \(dimension 1\) cannot be sharded evenly over.*sequences of 4",
         ),
-        ({"": None}, "leaves no array of the batch with a sequence.*sequence_dims={'frames': 2}"),
     ):
         state, plan = of_frames(dims)
         with pytest.raises(gshard.GShardError, match=message):
             gshard.shard_batch(FRAMES, plan)
-    state, plan = of_frames({"frames": 2, "frame_": 1})
+    state, plan = of_frames({"frames": 2, "frame_": 1, "token": None})  # of an evaluation
     with pytest.warns(gshard.GShardWarning, match="pattern 'frame_' matches no array of the batch"):
         gshard.make_train_step(frames_loss, plan).lower(state, FRAMES)
 
