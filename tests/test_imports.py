@@ -145,3 +145,9 @@ def test_windows_is_refused_with_what_to_do():
     script = "import sys; sys.platform = 'win32'; import gshard"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "ImportError: gshard runs on Linux and macOS. On Windows, use it in WSL 2" in done.stderr
+
+
+def test_an_argument_of_a_function_that_is_not_imported_yet_is_found():
+    script = "import gshard\ngshard.make_mesh(max_bad_steps=3)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "no argument max_bad_steps=. That is an argument of make_train_step." in done.stderr

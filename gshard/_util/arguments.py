@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -55,8 +56,11 @@ def named_arguments(
             known = instead or {}
             unknown = next((x for x in given if x not in takes), None)
             if unknown is not None and inspect.Parameter.VAR_KEYWORD not in kinds:
+                lacks = f"{called} has no argument {unknown}=."
+                if unknown not in known and (others := _public_with(unknown)):
+                    return f"{lacks} That is an argument of {' and '.join(others)}."
                 hint = f" {known[unknown]}" if unknown in known else did_you_mean(unknown, takes)
-                return f"{called} has no argument {unknown}=.{hint} It takes {some(takes, 9)}."
+                return f"{lacks}{hint} It takes {some(takes, 9)}."
             if re.search("too many positional|positional.only", error) and "*" in known:
                 return f"{called}: {error}. {known['*']}"
             lacking = _LACKING.search(error)
@@ -67,6 +71,21 @@ def named_arguments(
         return checked
 
     return decorate
+
+
+def _public_with(argument: str) -> list[str]:
+    """The decorated functions and classes in gshard's root that take an argument.
+
+    They are looked up by name: a module that was never used is not imported yet.
+    """
+    root = sys.modules[__name__.partition(".")[0]]
+    public = {name: getattr(root, name) for name in root.__all__}
+    decorated = {
+        name: x
+        for name, x in public.items()
+        if hasattr(x.__init__ if isinstance(x, type) else x, "__wrapped__")
+    }
+    return [x for x in decorated if argument in inspect.signature(decorated[x]).parameters]
 
 
 def named_fields(instead: Mapping[str, str]) -> Callable[[C], C]:

@@ -32,7 +32,27 @@ from gshard.sharding.topology import (
     in_rings,
 )
 
+_INSTEAD = {  # of other libraries' axes
+    **dict.fromkeys(
+        ("data", "dp", "fsdp", "shard"),
+        "Leave it out: the state is sharded over all devices that the other axes leave.",
+    ),
+    **{
+        axis: f"It is an axis of your own: extra={{{axis!r}: 2}}."
+        for axis in ("model", "tensor", "tp", "mp")
+    },
+    **dict.fromkeys(("context", "seq", "cp", "sp"), "It is sequence= here."),
+    **dict.fromkeys(("experts", "ep"), "It is expert= here."),
+    **dict.fromkeys(("replicas", "ddp"), "It is replica= here."),
+    "axes": "It is shape= here, such as {'shard': 8}.",
+    **dict.fromkeys(
+        ("axis_shapes", "axis_names", "axis_types", "*"),
+        "Give the axes their sizes by name, such as gshard.make_mesh({'a': 2, 'b': 4}).",
+    ),
+}
 
+
+@named_arguments(_INSTEAD)
 def make_mesh(
     shape: Mapping[str, int] | None = None,
     *,

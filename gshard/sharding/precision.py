@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard._util import validation
+from gshard._util.arguments import named_fields
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import shown
 from gshard.sharding.quantized import wire_dtype
@@ -23,6 +24,7 @@ _NAMES = ("bfloat16", "float16", "float32", "float64")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
+@named_fields({"dtype": "It is compute_dtype= here."})
 @dataclass(frozen=True)
 class Precision:
     """The dtypes of mixed precision training, as dtypes or by name (`bf16` and `fp16` too).

@@ -59,6 +59,24 @@ ROWS = {
         lambda _: gshard.make_mesh({"a": 2}, devices=jax.devices()[:3]),
         *("devices=", "3", "2", "jax.devices()[:2]"),
     ),
+    "make_mesh(data=4)": refused(
+        lambda _: gshard.make_mesh(data=4), "no argument data=", "all devices that the other axes"
+    ),
+    "make_mesh(tensor=2)": refused(
+        lambda _: gshard.make_mesh(tensor=2), "no argument tensor=", "extra={'tensor': 2}"
+    ),
+    "make_mesh(context=2)": refused(
+        lambda _: gshard.make_mesh(context=2), "no argument context=", "It is sequence= here"
+    ),
+    "make_mesh(experts=2)": refused(
+        lambda _: gshard.make_mesh(experts=2), "no argument experts=", "It is expert= here"
+    ),
+    "shapes and names, as of jax.make_mesh": refused(
+        lambda _: gshard.make_mesh((2, 4), ("a", "b")), "gshard.make_mesh({'a': 2, 'b': 4})"
+    ),
+    "level= for the mesh": refused(
+        lambda _: gshard.make_mesh(level="os"), "an argument of shard_train_state"
+    ),
     "no devices given": refused(
         lambda _: gshard.make_mesh(devices=[]), "devices=[]", "at least one"
     ),

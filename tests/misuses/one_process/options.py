@@ -50,6 +50,19 @@ ROWS = {
     "level=3, as in DeepSpeed": same_levels(3, "p_g_os"),
     "level='ZeRO-3'": same_levels("ZeRO-3", "p_g_os"),
     "level='automatic'": of_shard("level='automatic'", "'os_g'", level="automatic"),
+    "reshard_after_forward= for the state": of_shard(
+        *("no argument reshard_after_forward=", "an argument of make_train_step"),
+        reshard_after_forward=2,
+    ),
+    "sequence= for the state": of_shard("an argument of make_mesh", sequence=2),
+    "precision= for a step": refused(
+        lambda _: gshard.make_train_step(loss_fn, kept()[1], precision="bfloat16"),
+        "an argument of shard_train_state",
+    ),
+    "state_dtype= for a step": refused(
+        lambda _: gshard.make_train_step(loss_fn, kept()[1], state_dtype="int8"),
+        "an argument of Precision",
+    ),
     "level and mesh are swapped": refused(
         lambda _: gshard.shard_train_state(linen(), "os", gshard.make_mesh()),
         "level=a Mesh is unknown",
