@@ -44,7 +44,7 @@ def kept_params(
         dims = [d for d, entry in enumerate(names) if EXPERT in entry_axes(entry)]
         if path in params and dims and EXPERT in sizes:
             asked[path] = EXPERT, dims[0]
-    if keep is not None and (not isinstance(keep, Mapping) or not keep):
+    if keep is not None and not isinstance(keep, Mapping):
         raise GShardError(
             f"keep={shown(keep)} must map path patterns to a shard axis and a dimension, such as "
             f"{_EXAMPLE}."
@@ -79,6 +79,11 @@ def kept_params(
             f"it: it is an ordinary shard axis. Name the experts, {_EXAMPLE}, or name the axis in "
             "the model's metadata, nn.with_partitioning(init, ('expert', None, None))."
         )
+    if axes and axes[0] not in sizes:
+        warn(
+            f"keep={shown(keep)} changes nothing on a mesh without an expert axis. Leave it out, "
+            "or make one: gshard.make_mesh(expert=4)."
+        )
     kept = {path: _kept(path, params[path], *at, scan_dims, sizes) for path, at in asked.items()}
     return {path: x for path, x in kept.items() if x.devices > 1}
 
@@ -93,7 +98,8 @@ def _checked(text: str, value: Any, sizes: Mapping[str, int], group: Group) -> t
         )
     axis, dim = value
     known = [name for name in sizes if name != SEQUENCE]
-    if axis not in known:
+    absent = axis == EXPERT and axis not in (*group.axes, *dict(group.model_axes))
+    if axis not in known and not absent:  # make_mesh(expert=1) makes no such axis
         why = "is not in the mesh"
         if axis in sizes:
             why = "holds slices of the sequences: use an axis of its own"
@@ -133,7 +139,7 @@ def _kept(
     scan_dims: Mapping[str, int | None],
     sizes: Mapping[str, int],
 ) -> Kept:
-    shape, devices = tuple(leaf.shape), sizes[axis]
+    shape, devices = tuple(leaf.shape), sizes.get(axis, 1)
     where = f"keep: dimension {dim} of {path} {list(shape)}"
     found = dimension(dim, len(shape))
     if found is None:
@@ -152,6 +158,6 @@ def _kept(
         raise GShardError(
             f"{where} has {shape[found]} entries, which the {devices} devices of the axis {axis!r} "
             f"cannot share equally. Use an axis of a size that divides {shape[found]}{fits}, or "
-            f"{devices} or {2 * devices} experts."
+            f"{devices} or {2 * devices} experts, or a pattern that does not match this array."
         )
     return Kept(axis, found, devices)

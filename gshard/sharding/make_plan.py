@@ -281,14 +281,14 @@ def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level, advice: 
     share = sum(x.local().size for x in replicated) / total if total else 0
 
     def name(x: Layout) -> str:
-        over = f", kept on {x.kept.axis!r} alone" if x.kept is not None else ""
+        over = f"; sharded over {x.kept.axis!r} alone" if x.kept is not None else ""
         return f"{x.path} {list(x.shape)} ({x.reason}{over})"
 
     if share > 0.05:
         named = some(map(name, replicated), most=3)
         warn(
-            f"{share:.0%} of the parameters are replicated on every device at level "
-            f"{level.name!r}, and so is their optimizer state: {named}. {advice}"
+            f"{share:.0%} of the parameters are replicated at level {level.name!r}, and so is "
+            f"their optimizer state: {named}. {advice}"
         )
 
 

@@ -284,7 +284,7 @@ def test_warnings_are_lines_and_said_once(capsys):
     assert main(words) == 0
     said = capsys.readouterr()
     assert said.err.count("warning: ") == 1
-    assert said.err.count("are replicated on every device") == 1
+    assert said.err.count("of the parameters are replicated") == 1
     assert "site-packages" not in said.err
     assert "parameters on 8 devices" in said.out
     assert "\x1b" not in said.out

@@ -63,6 +63,10 @@ ROWS = {
         lambda _: gshard.make_train_step(loss_fn, kept()[1], state_dtype="int8"),
         "an argument of Precision",
     ),
+    "keep= without an expert axis": warned(
+        lambda _: shard(keep={"w": ("expert", 1)}), "changes nothing", "make_mesh(expert=4)"
+    ),
+    "keep={}": right(lambda _: (shard(keep={})[1].group.kept == "", True)),
     "level and mesh are swapped": refused(
         lambda _: gshard.shard_train_state(linen(), "os", gshard.make_mesh()),
         "level=a Mesh is unknown",
