@@ -75,7 +75,9 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     try:
         check_leaves(local, keys=not mesh.is_multi_process)
         if not any(placed) or any(np.ndim(x) for x in local.values()):
-            count = check_examples(local, local_positions(plan), 1)
+            groups = "groups of devices that share sequences"
+            what = "devices" if plan.group.sequence == 1 else groups
+            count = check_examples(local, local_positions(plan), 1, what)
             if any(placed):
                 _check_global_arrays(batch, placed, count, plan)
         plan.sequence_dims(batch)
@@ -190,8 +192,11 @@ def _check_global_arrays(batch: Any, placed: list[bool], count: int, plan: Plan)
             )
 
 
-def check_examples(batch: Any, devices: int, micro_batches: int) -> int:
-    """Returns the number of examples, checked to be a multiple of devices times micro-batches."""
+def check_examples(batch: Any, devices: int, micro_batches: int, what: str = "devices") -> int:
+    """Returns the number of examples, checked to be a multiple of devices times micro-batches.
+
+    `what` names the devices in the error.
+    """
     if not devices:
         raise GShardError("this process has no device in the mesh of the plan: it has no examples.")
     pairs = zip(*flatten(batch)[:2], strict=True)
@@ -211,27 +216,31 @@ def check_examples(batch: Any, devices: int, micro_batches: int) -> int:
     for path, n in counts.items():
         if n != count:
             raise GShardError(
-                f"batch{subscript(path)} has {n} examples and batch{subscript(first)} has {count}. "
-                "All arrays of a batch must have the same number of examples, along their leading "
-                "dimension: transpose an array that has them elsewhere, and np.stack a list of "
-                "rows. An array without examples, such as class weights, must be a field of the "
-                "train state or come from outside the loss. A random key goes into a batch as a "
-                "typed scalar, jax.random.key(seed)."
+                f"batch{subscript(path)} has {_examples(n)} and batch{subscript(first)} has "
+                f"{count}. All arrays of a batch must have the same number of examples, along "
+                "their leading dimension: transpose an array that has them elsewhere, and np.stack "
+                "a list of rows. An array without examples, such as class weights, must be a field "
+                "of the train state or come from outside the loss. A random key goes into a batch "
+                "as a typed scalar, jax.random.key(seed)."
             )
     unit = devices * micro_batches
     if count % unit or not count:
         nearest = max(unit, count // unit * unit)
-        over, fewer = f"the {devices} devices", ""
+        over, fewer = f"the {devices} {what}", ""
         if micro_batches > 1:
-            over = f"{devices} devices x {micro_batches} micro-batches = {unit}"
+            over = f"{devices} {what} x {micro_batches} micro-batches = {unit}"
             fewer = ", or fewer micro-batches"
         filled = "; gshard.DataLoader(pad_last=True) fills the last batch" if count else ""
-        found = f"{count} examples, which is not a multiple of {over}" if count else "no examples"
+        found = f"{_examples(count)}, which is not a multiple of {over}" if count else "no examples"
         raise GShardError(
             f"batch{subscript(first)} has {found}. Use {nearest} or {nearest + unit} "
             f"examples{fewer}{filled}."
         )
     return count
+
+
+def _examples(count: int) -> str:
+    return f"{count} example" if count == 1 else f"{count} examples"
 
 
 def _is_global(x: Any, sharding: NamedSharding) -> bool:

@@ -32,7 +32,8 @@ def test_sequences_that_cannot_be_shared():
     fails(r"If dimension 1 is not a sequence.*sequence_dims=\{'x': None\}", examples={"x": x})
     message = r"no array of the batch has a dimension 1.*evaluation .*sequence_dims=\{'x': None\}"
     fails(message, examples={"x": np.ones(24, np.float32)})
-    fails("has 3 examples.*multiple of the 2 devices", examples={"x": x[:3, :48]})
+    fails("has 3 examples.*the 2 groups of devices that share seq", examples={"x": x[:3, :48]})
+    fails("has 1 example, which is", examples={"x": x[:1, :48]})
     state, plan = sharded(PARAMS, sequence=4, order="zigzag")
     message = "zig-zag order.*two slices each.*40 or 48.*or sequence_order='contiguous'"
     with pytest.raises(gshard.GShardError, match=message):
