@@ -287,12 +287,17 @@ def _checked_mask(mask: Any, q: jax.Array, devices: int) -> jax.Array | None:
     batch, tokens, heads, _ = q.shape
     wanted = ((1, batch), (1, heads), (tokens,), (tokens * devices,))
     if mask.dtype != bool:
-        raise GShardError(f"mask has dtype {mask.dtype}: pass booleans, True to attend.")
+        raise GShardError(
+            f"mask has dtype {mask.dtype}: pass booleans, True to attend. flax.linen's "
+            "make_causal_mask and make_attention_mask take dtype=bool; causal=True needs no mask."
+        )
     if mask.ndim != 4 or any(x not in y for x, y in zip(mask.shape, wanted, strict=True)):
         queries = "queries of this device, all keys" if devices > 1 else "queries, keys"
         raise GShardError(
             f"mask has shape {mask.shape}: it must be ({batch} or 1, {heads} or 1, {tokens}, "
-            f"{tokens * devices}), that is batch, heads, {queries}."
+            f"{tokens * devices}), that is batch, heads, {queries}. Add what it lacks by "
+            "mask[None, None] or jnp.broadcast_to. Padding needs no mask: pass segment_ids=, "
+            "with 1 for tokens and 0 for padding."
         )
     return mask
 

@@ -45,10 +45,10 @@ WRONG = {
     "causal": ((Q, K, K), {"causal": "yes"}, "causal='yes' must be True or False"),
     "scale": ((Q, K, K), {"scale": "big"}, "scale='big' must be a number. Multiply q"),
     "axis": ((Q, K, K), {"axis": ("a", "b")}, "axis=.*must be the name of one mesh axis"),
-    "mask of floats": ((Q, K, K), {"mask": x(1, 1, 6, 6)}, "mask has dtype float32: .*booleans"),
+    "mask of floats": ((Q, K, K), {"mask": x(1, 1, 6, 6)}, "dtype float32: .*booleans.*dtype=bool"),
     "shape of mask": (
         (Q, K, K), {"mask": x(2, 3, 6, 6, dtype=bool)},
-        r"mask has shape \(2, 3, 6, 6\): it must be \(2 or 1, 4 or 1, 6, 6\).*heads, queries, keys",
+        r"mask has shape \(2, 3, 6, 6\): it must be \(2 or 1, 4 or 1, 6, 6\).*segment_ids=",
     ),
     "implementation": ((Q, K, K), {"implementation": "flash"}, "pass None or 'xla' or 'cudnn'"),
     "cudnn by ring": ((Q, K, K), CUDNN | {"by": "ring"}, "cudnn\" needs by=\"ulysses\".*by='ring'"),
