@@ -24,6 +24,8 @@ from gshard._util.errors import is_library_frame
 T = TypeVar("T")
 _OTHER_CODE = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
+_LONGEST_ERROR = 200  # characters
+
 _BEGAN = time.monotonic()  # about when this process did
 _running: dict[doing, None] = {}  # in the order in which they began
 _last_call: Call | None = None
@@ -126,12 +128,16 @@ class Place(NamedTuple):
       seconds: for how long.
       is_busy: it works by itself, such as compiling.
       has_ended: its script has ended, so that it makes no further call.
+      only_waits: it waits for others, and does nothing else that gshard knows of.
+      handles: the exception that it handles there, see `handled`.
     """
 
     text: str
     seconds: float
     is_busy: bool = False
     has_ended: bool = False
+    only_waits: bool = False
+    handles: str = ""
 
 
 def meet(ranks: Iterable[int], call: str) -> None:
@@ -196,19 +202,21 @@ def place(unfinished: Call | None) -> Place:
     now, main = time.monotonic(), threading.main_thread().ident
     own = [x for x in running() if x.thread == main]
     others = [x for x in running() if x.thread != main]
-    line = main_line()
+    waits, line, handles = all(x.waits for x in running()), main_line(), handled(main)
     if own and not _script_ended:
-        found = own[-1]
-        return Place(f"{found}{at(line)}", now - found.began, not found.waits)
+        found, busy = own[-1], not own[-1].waits
+        text = f"{found}{at(line)}"
+        return Place(text, now - found.began, busy, only_waits=waits, handles=handles)
     if unfinished is not None:
-        return Place(f"in {unfinished}{at(line)}", now - unfinished.began)
+        text = f"in {unfinished}{at(line)}"
+        return Place(text, now - unfinished.began, only_waits=waits, handles=handles)
     if others:
         found = others[0]
         return Place(f"{found}, in the background", now - found.began, not found.waits)
     since = now - (_BEGAN if _last_call is None else _last_call.began)
     if _script_ended:  # one that has failed ends soon
         return Place(last_words(), since, has_ended=not _script_failed)
-    return Place(f"{_after()}{at(line)}", since)
+    return Place(f"{_after()}{at(line)}", since, handles=handles)
 
 
 def _after() -> str:
@@ -228,6 +236,27 @@ def user_line(frame: FrameType | None) -> str:
         if not is_library_frame(found) and not file.startswith(("<", *_OTHER_CODE)):
             return f"{file}:{found.f_lineno}"
     return ""
+
+
+def handling(thread: int | None) -> BaseException | None:
+    """The exception that a thread handles: it is in an `except` or `finally`."""
+    found: Any = sys._current_exceptions().get(thread or 0)
+    return found[1] if isinstance(found, tuple) else found  # a tuple in Python 3.11
+
+
+def handled(thread: int | None) -> str:
+    """`, while it handles ValueError: no column x`, or nothing."""
+    error = handling(thread)
+    return "" if error is None else f", while it handles {name_of(error)}"
+
+
+def name_of(error: BaseException) -> str:
+    """`ValueError: no column x`, short, of an exception that another thread handles."""
+    name = type(error).__name__
+    if not error.args or not all(isinstance(x, str | int | float) for x in error.args):
+        return name  # the text may be that of an array, which waits for the devices
+    text = next(iter(str(error).splitlines()), "")
+    return f"{name}: {text[:_LONGEST_ERROR]}"
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -46,6 +46,8 @@ class Group(NamedTuple):
       seconds: for how long the longest has been there.
       is_busy: whether one of them works by itself.
       has_ended: whether they make no further call.
+      only_waits: whether they do nothing but wait for others.
+      handles: the exception that one of them handles there, as in `Place`.
     """
 
     text: str
@@ -53,6 +55,8 @@ class Group(NamedTuple):
     seconds: float = 0.0
     is_busy: bool = False
     has_ended: bool = False
+    only_waits: bool = False
+    handles: str = ""
 
 
 @dataclass
@@ -235,7 +239,7 @@ class Server:
             missing = _LOST if rank in self._seen - self._joined.keys() else _NO_ANSWER
             said = self._said.get(rank) or Place(self._left.get(rank, missing), 0.0)
             has_ended = said.has_ended or (rank in self._left and rank not in self._joined)
-            group = groups.setdefault(said.text, Group(said.text, []))
+            group = groups.setdefault(said.text, Group(said.text, [], only_waits=True))
             group.ranks.append(rank)
             groups[said.text] = Group(
                 said.text,
@@ -243,6 +247,8 @@ class Server:
                 max(group.seconds, said.seconds),
                 group.is_busy or said.is_busy,
                 group.has_ended or has_ended,
+                group.only_waits and said.only_waits,
+                group.handles or said.handles,
             )
         found = sorted(groups.values(), key=lambda x: (not x.has_ended, len(x.ranks)))
         return [[x.text, packed(x.ranks), *x[2:]] for x in found[:_GROUPS]]

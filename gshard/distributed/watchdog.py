@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from gshard._util import activity
-from gshard._util.activity import Call, Place, at, doing
+from gshard._util.activity import Call, Place, at, doing, handled
 from gshard._util.errors import GShardError, some
 from gshard._util.events import last_step, tell
 from gshard.distributed import unfinished
@@ -45,6 +45,7 @@ class _Wait(NamedTuple):
     what_runs: doing | Call
     text: str
     seconds: float
+    handles: str  # the exception that the thread handles
 
 
 class Watchdog:
@@ -153,14 +154,19 @@ class Watchdog:
     def _waits(self) -> list[_Wait]:
         now = time.monotonic()
         waits = [
-            _Wait(x, x.what if x is self._at_end else f"{x}{at(x.line)}", now - x.began)
+            _Wait(
+                x,
+                x.what if x is self._at_end else f"{x}{at(x.line)}",
+                now - x.began,
+                handled(x.thread),
+            )
             for x in activity.running()
             if x.waits
         ]
         call = self._devices.unfinished
         if call is not None:
-            text = f"in {call}{at(activity.main_line())}"
-            waits.append(_Wait(call, text, now - self._devices.since))
+            text, main = f"in {call}{at(activity.main_line())}", threading.main_thread().ident
+            waits.append(_Wait(call, text, now - self._devices.since, handled(main)))
         return waits
 
     def _ends(self, wait: _Wait, groups: list[Group]) -> bool:
@@ -180,7 +186,7 @@ class Watchdog:
 
     def _sentence(self, wait: _Wait, groups: list[Group]) -> str:
         who = "this process" if self._rank is None else f"process {self._rank}"
-        said = f"{who} has waited {wait.seconds:.0f} s {wait.text}."
+        said = f"{who} has waited {wait.seconds:.0f} s {wait.text}{wait.handles}."
         others = [Group(x.text, [r for r in x.ranks if r != self._rank], *x[2:]) for x in groups]
         others = [group for group in others if group.ranks]
         if len(groups) == 1 and others:
@@ -188,7 +194,8 @@ class Watchdog:
         for group in others:
             seconds = f" for {group.seconds:.0f} s" if group.seconds >= 1 else ""
             many = "processes" if len(group.ranks) > 1 else "process"
-            said += f" {many.capitalize()} {some(group.ranks, 8)}: {group.text}{seconds}."
+            said += f" {many.capitalize()} {some(group.ranks, 8)}: "
+            said += f"{group.text}{seconds}{group.handles}."
         if not groups and self._member is not None:
             said += " Process 0 does not answer."
         return said
@@ -203,7 +210,11 @@ class Watchdog:
                 "Either the computation is slow, or a collective waits for a call that one process "
                 f"did not make.{end}"
             )
-        return f"{_SAME_CALLS} Ignore this if one process is meant to work alone here.{end}"
+        if groups and all(group.only_waits for group in groups):
+            meet = "They wait for each other: unless a computation is this slow, it never ends."
+        else:
+            meet = "Ignore this if one process is meant to work alone here."
+        return f"{_SAME_CALLS} {meet}{end}"
 
     def _place(self) -> Place:
         return activity.place(self._devices.not_known_finished())
@@ -236,12 +247,19 @@ class Watchdog:
     async def _end_all(self, wait: _Wait, groups: list[Group]) -> None:
         if not any(x.what_runs is wait.what_runs for x in self._waits()):
             return  # it has ended just now
-        advice = (
-            "Look for a call under `if rank == 0`, a loop that ends earlier or a batch that is "
-            "smaller on one process, or data and disks that do not answer. If it is meant to take "
-            "so long, raise hang_timeout (gshard launch --hang_timeout SECONDS)."
-        )
-        why = f"{self._sentence(wait, groups)} {_SAME_CALLS} {advice}"
+        why = self._sentence(wait, groups)
+        if len({group.handles == "" for group in groups}) == 2:
+            advice = (
+                "A call in `except` or `finally` waits for processes that had no such exception. "
+                "The exception is with the stacks, in the log of that process."
+            )
+        else:
+            advice = (
+                "Look for a call under `if rank == 0`, a loop that ends earlier or a batch that is "
+                "smaller on one process, or data and disks that do not answer. If it is meant to "
+                "take so long, raise hang_timeout (gshard launch --hang_timeout SECONDS)."
+            )
+        why = f"{why} {_SAME_CALLS} {advice}"
         if self._member is not None:
             self._member.end_all(why)
             await asyncio.sleep(2 * _TICK)  # this one is told too
@@ -339,6 +357,9 @@ def _say_stacks() -> None:
         if name not in (_THREAD, _DEVICES_THREAD):
             lines = "".join(traceback.format_stack(frame)).rstrip()
             _say(f"gshard: the stack of {name}, most recent call last:\n{lines}")
+            if (error := activity.handling(thread)) is not None:
+                lines = "".join(traceback.format_tb(error.__traceback__))
+                _say(f"gshard: {name} handles this exception:\n{lines}{activity.name_of(error)}")
 
 
 def _say(line: str) -> None:

@@ -82,6 +82,11 @@ def main(case: str, folder: str, patient: str = "") -> None:
                 gshard.distributed.barrier()
             elif case == "a sum":
                 print(jnp.sum(state.params["w"]))
+            elif case == "finally":
+                try:
+                    raise ValueError("no column x")
+                finally:
+                    checkpointer.save(AT, state)
         if case in ("disk does not answer", "slow save") and i == AT:
             if rank == 1:
                 delay_files(7 if case == "slow save" and not patient else 1000)

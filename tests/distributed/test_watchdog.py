@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
+import jax
 import pytest
 
 from gshard._util import activity
@@ -82,6 +83,18 @@ def test_what_one_process_does_alone_ends_the_job(tmp_path, case, where):
     assert where in logs[0] and "Process 1: " in logs[0]
     assert "gshard: The job hangs: process" in said
     assert said.count("The stacks of all processes are in the logs") == 1
+
+
+@pytest.mark.slow
+def test_an_exception_is_named_while_its_process_waits_in_finally(tmp_path):
+    code, said, logs = run(tmp_path, "finally")
+    assert code == 1
+    told = " ".join(said.replace("\ngshard: ", " ").split())
+    assert re.search("Process 1: in save, at .*, while it handles ValueError: no column x. ", told)
+    assert "A call in `except` or `finally` waits" in told and "if rank == 0" not in told
+    assert "They wait for each other" in logs[0] and "Ignore this" not in logs[0]
+    begin = logs[1].index("gshard: MainThread handles this exception:")
+    assert 'raise ValueError("no column x")' in logs[1][begin:]
 
 
 @pytest.mark.slow
@@ -162,7 +175,9 @@ def test_a_place_is_what_runs_and_the_line_of_the_user():
     assert place.text.startswith(f"busy with compiling, at {__file__}:") and place.is_busy
     assert here.startswith(f"{__file__}:")
     with activity.doing("save(3)", waits=True):
-        assert not activity.place(None).is_busy
+        assert not activity.place(None).is_busy and activity.place(None).only_waits
+        with activity.doing("writing"):
+            assert not activity.place(None).only_waits
         (running,) = activity.running()
         assert running.line.startswith(f"{__file__}:")
     assert not activity.running()
@@ -177,6 +192,21 @@ def test_a_place_is_what_runs_and_the_line_of_the_user():
     threading.Thread(target=save).start()
     assert done.wait(10)
     assert seen == ["busy with the save of step 3, in the background"]
+
+
+def test_a_place_names_the_exception_that_is_handled_there():
+    def handles(error: Exception) -> str:
+        try:
+            raise error
+        except Exception:
+            with activity.doing("save(3)", waits=True):
+                return activity.place(None).handles
+
+    assert handles(ValueError("no column x\nof 3")) == ", while it handles ValueError: no column x"
+    assert handles(KeyError("x")) == ", while it handles KeyError: 'x'"
+    # The text of an array waits for its devices, and the watchdog must not.
+    assert handles(ValueError(jax.numpy.ones(2))) == ", while it handles ValueError"
+    assert not activity.place(None).handles
 
 
 class Job:
@@ -221,7 +251,7 @@ def test_processes_at_the_same_place_are_one_group():
     async def ask():
         async with Job(300) as job:
             job.at_places[7] = Place("compiling", 40.0, is_busy=True)
-            job.at_places[9] = Place("compiling", 50.0, is_busy=True)
+            job.at_places[9] = Place("compiling", 50.0, is_busy=True, handles=", while x")
             job.members[11].close()  # without a word
             await until(lambda: 11 not in job.server._joined)
             together = await asyncio.gather(*(x.ask() for x in job.members[:5]))
@@ -230,7 +260,7 @@ def test_processes_at_the_same_place_are_one_group():
 
     gone, compiling, training = asyncio.run(ask())
     assert gone.ranks == [11] and not gone.has_ended and "lost its connection" in gone.text
-    assert compiling == ("compiling", [7, 9], 50.0, True, False)
+    assert compiling == ("compiling", [7, 9], 50.0, True, False, False, ", while x")
     assert training.ranks == [r for r in range(300) if r not in (7, 9, 11)]
 
 
