@@ -90,6 +90,19 @@ def test_the_report_says_what_became_of_the_save():
     assert "Rank 0 ended before the save of step 9 was finished: --grace is the limit" in said
 
 
+def test_a_save_that_a_signal_cut_off_was_not_limited_by_the_grace():
+    work = Work(("the save of step 9",))
+    killed, aborted = End(0, -9, work=work), End(1, -6, work=work, seconds=1.0)
+    asked = End(1, -15, work=work, asked=True, seconds=1.0)
+    said = report([killed, aborted], 0, "log")
+    assert "Rank 0 was killed by SIGKILL in the middle of the save of step 9." in said
+    assert "Rank 1 was killed by SIGABRT in the middle of the save of step 9." in said
+    # Nobody waits for a save that process 0 cannot complete.
+    assert "Rank 1 was killed by SIGTERM in the middle of" in report([killed, asked], 0, "log")
+    assert "--grace" not in said + report([killed, asked], 0, "log")
+    assert "--grace is the limit" in report([End(0, 0), asked, End(2, 1)], 0, "log")
+
+
 @pytest.mark.slow  # real processes, and a disk that takes longer than other threads may
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_job_that_fails_has_its_step(tmp_path, failing):

@@ -113,7 +113,7 @@ def meaning(end: End, memory_kills: int = 0) -> str:
 def report(ends: Sequence[End], memory_kills: int, logs: str) -> str:
     """Which process failed first, how, its last lines, what it means, and what the others did."""
     if not any(end.stopped for end in ends) and (said := hang(ends)):
-        lines = [*textwrap.wrap(said, _WIDTH), *(line for end in ends for line in _work(end))]
+        lines = [*textwrap.wrap(said, _WIDTH), *(line for end in ends for line in _work(end, ends))]
         where = f"The stacks of all processes are in the logs: {logs}"
         return "\n".join(f"gshard: {line}" for line in [*lines, where])
     first = first_cause(ends)
@@ -122,7 +122,7 @@ def report(ends: Sequence[End], memory_kills: int, logs: str) -> str:
     lines = textwrap.wrap(said + meaning(first, memory_kills), _WIDTH)
     if first.tail:
         lines += [f"Last lines of rank {first.rank}:", *(f"    | {line}" for line in first.tail)]
-    lines += [line for end in ends for line in _work(end)]
+    lines += [line for end in ends for line in _work(end, ends)]
     others = "; ".join(_other(end) for end in ends if end is not first)
     if others:
         lines += textwrap.wrap(f"The others: {others}.", _WIDTH)
@@ -139,13 +139,16 @@ def hang(ends: Sequence[End]) -> str:
     return f"T{why[1:]}" + (f" T{saved[1:]}." if saved else "") if why else ""
 
 
-def _work(end: End) -> list[str]:
+def _work(end: End, ends: Sequence[End]) -> list[str]:
     """Says what became of the saves that were under way when the job failed."""
     said = [f"Rank {end.rank} finished {x} before it ended." for x in end.work.finished_late]
-    return said + [
-        f"Rank {end.rank} ended before {x} was finished: --grace is the limit for it."
-        for x in end.work.running
-    ]
+    # Without process 0 no save can be completed, so that none is waited for.
+    lost = any(e.rank == 0 and e.failed and not e.asked for e in ends if e is not end)
+    if (end.code > 0 or end.asked) and not lost:
+        how, limit = "ended before {} was finished", ": --grace is the limit for it."
+    else:
+        how, limit = f"{in_words(end.code)} in the middle of {{}}", "."
+    return said + [f"Rank {end.rank} {how.format(x)}{limit}" for x in end.work.running]
 
 
 def _other(end: End) -> str:
