@@ -66,6 +66,16 @@ def write_file(path: Path, data: bytes) -> None:
         file.commit()
 
 
+def refuse_variables(path: Any, argument: str) -> None:
+    """Refuses a path with a part such as `$SCRATCH`, which would be a folder of that name."""
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if isinstance(text, str) and any(part.startswith("$") for part in text.split("/")):
+        raise GShardError(
+            f"{argument}={text!r} names an environment variable, which only a shell replaces. Pass "
+            f"os.path.expandvars({text!r})."
+        )
+
+
 def file_path(path: Any, call: str) -> Path:
     """The absolute path of a file that a user names, with links followed; or a `GShardError`."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):

@@ -6,6 +6,7 @@ import os
 import re
 from typing import Any
 
+from gshard._util.durable import refuse_variables
 from gshard._util.errors import GShardError
 from gshard.checkpoint.bucket import SCHEMES
 from gshard.checkpoint.disk import Disk, as_directory
@@ -37,6 +38,7 @@ def resolve(given: Any, argument: str) -> tuple[Any, bool]:
 
     `argument` names it in a `GShardError`.
     """
+    refuse_variables(given, argument)
     text = os.fspath(given) if isinstance(given, os.PathLike) else given
     match = _ADDRESS.fullmatch(text) if isinstance(text, str) else None
     if match is None:

@@ -57,7 +57,10 @@ def plan_of(state: Any, call: str) -> Any:
     try:
         plan = getattr(kind_of(state).tx(state), "plan", None)
     except GShardError as error:
-        raise GShardError(f"{call}: {error}") from error
+        raise GShardError(
+            f"{call}: state is a {type(state).__name__}, and no state of gshard. Pass what "
+            "gshard.shard_train_state or a step returned, not its params or the unsharded state."
+        ) from error
     if plan is None:
         raise GShardError(
             f"{call}: this state has no plan: it did not come from gshard.shard_train_state. Call "

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from gshard._util.arguments import named_arguments
-from gshard._util.durable import make_folder, rename, replace_folder
+from gshard._util.durable import make_folder, refuse_variables, rename, replace_folder
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import check_unique, flatten
 from gshard._util.validation import shown
@@ -362,6 +362,7 @@ def load(path: str | Path) -> dict[str, Any]:
 def _path(path: Any) -> Path:
     if not isinstance(path, (str, Path)) or not str(path):
         raise GShardError(f"path={shown(path)} must be the path of a directory.")
+    refuse_variables(path, "path")
     return Path(path).expanduser().resolve()
 
 

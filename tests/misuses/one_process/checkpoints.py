@@ -257,6 +257,20 @@ ROWS = {
         lambda path: ((path / "steps").write_text("x"), saves(path)), "steps"
     ),
     "a closed Checkpointer saves": refused(closed, "closed"),
+    "directory= with a variable of the shell": refused(
+        lambda _: gshard.Checkpointer("$SCRATCH/run"), "os.path.expandvars('$SCRATCH/run')"
+    ),
+    "local= with a variable of the shell": refused(
+        lambda path: gshard.Checkpointer(path, every=9, local="$TMPDIR/run", local_every=1),
+        "local='$TMPDIR/run' names an environment variable",
+    ),
+    "an address with a variable of the shell": refused(
+        lambda _: gshard.Checkpointer("gs://$BUCKET/run"), "os.path.expandvars"
+    ),
+    "save_safetensors to a path with a variable of the shell": refused(
+        lambda path: gshard.save_safetensors(kept()[0], path / "$JOB" / "x.safetensors"),
+        *("save_safetensors", "$JOB", "os.path.expandvars"),
+    ),
     "a Checkpointer is closed twice": right(closed_twice),
     "two Checkpointers write into one directory": refused(two_writers, "writes"),
     "two threads save with one Checkpointer": right(from_threads),
@@ -267,6 +281,16 @@ ROWS = {
     ),
     "restore into parameters": refused(
         lambda path: restores(path, params()), "restore(like=...)", "a dict"
+    ),
+    "restore into (params, tx)": refused(
+        lambda path: restores(path, (params(), ADAM)),
+        *(
+            "state is a tuple, and no state of gshard",
+            "Pass what gshard.shard_train_state or a step returned",
+        ),
+    ),
+    "a save of parameters": refused(
+        lambda path: saves(path, state=kept()[0].params), "not its params", "a step returned"
     ),
     "restore into a plain state": refused(
         lambda path: restores(path, linen()), "restore(like=...)", "gshard.shard_train_state"
@@ -289,6 +313,20 @@ ROWS = {
     ),
     "restore into another optimizer": refused(
         lambda path: restores(path, shard(linen(optax.sgd(0.1)))[0]), "opt_state"
+    ),
+    "restore with another head": refused(
+        lambda path: restores(path, shard(({"w": params()["w"], "b": np.ones(3)}, ADAM))[0]),
+        "restore(like=state, only='^(?!b$)') restores the weights that both have",
+    ),
+    "restore of all weights with another head": refused(
+        lambda path: restores(
+            path, shard(({"w": params()["w"], "b": np.ones(3)}, ADAM))[0], only="."
+        ),
+        "Leave out what differs: only='^(?!b$)'",
+    ),
+    "restore with frozen= changed": refused(
+        lambda path: restores(path, shard(frozen="^b$")[0]),
+        *("trained in the checkpoint is frozen in like=: b", "only='.'"),
     ),
     "restore with another learning rate": warned(
         lambda path: restores(path, shard(linen(optax.adam(1.0)))[0]), "another optimizer"
@@ -337,6 +375,14 @@ ROWS = {
     ),
     "save_safetensors onto a folder": refused(
         lambda path: gshard.save_safetensors(kept()[0], path), "save_safetensors"
+    ),
+    "save_safetensors to a path with a slash at its end": refused(
+        lambda path: gshard.save_safetensors(kept()[0], f"{path}/out/"),
+        *("out/ ends with a slash", "out/model.safetensors", "max_shard_bytes="),
+    ),
+    "save_safetensors to an address with a slash at its end": refused(
+        lambda _: gshard.save_safetensors(kept()[0], "gs://bucket/out/"),
+        "gs://bucket/out/model.safetensors",
     ),
     "metadata of numbers in a safetensors file": refused(
         lambda path: gshard.save_safetensors(kept()[0], path / "x", metadata={"step": 3}),
