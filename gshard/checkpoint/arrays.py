@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,8 +19,9 @@ import numpy as np
 from jax import core
 from jax.sharding import AbstractMesh, NamedSharding
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, some
 from gshard._util.pytree import check_unique, differences, flatten
+from gshard._util.validation import pattern_without
 from gshard.checkpoint.quantized import AT_ONCE, blocks_of, convert, nodes_of, stored_otherwise
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
@@ -29,6 +31,7 @@ from gshard.train.gradients import LocalGradients
 from gshard.train.shard_train_state import shard_leaf
 from gshard.train_state import FROZEN, PARAMETERS, Components
 
+Advice = Callable[[Collection[str], Collection[str], Collection[str]], str]
 Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]]
 PARAMS, MASTER = "params/", "opt_state/master/"
 FIELDS = "non_trainable/"
@@ -168,7 +171,7 @@ def read_components(
     layouts, nodes = layouts_of(plan), nodes_of(plan)
     new = {path: fresh[path] for path in layouts if path in fresh and path not in stored}
     arrays = {path: shard_leaf(x, layouts[path], plan) for path, x in new.items()}
-    for group in _to_read(stored, plan, cast, {*new, *kept}, _advice(kept, fresh)):
+    for group in _to_read(stored, plan, cast, {*new, *kept}, partial(_advice, kept, fresh)):
         found = read({source: _abstract(x, plan) for source, x in group.arrays.values()})
         of_group = {path: found[source] for path, (source, _) in group.arrays.items()}
         for path, layout in group.to_convert.items():
@@ -189,22 +192,49 @@ def arrays_to_read(
     stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool, kept: Collection[str] = ()
 ) -> list[dict[str, jax.ShapeDtypeStruct]]:
     """What `read_components` passes to `read`, call by call."""
-    groups = _to_read(stored, plan, cast, kept, _advice(kept))
+    groups = _to_read(stored, plan, cast, kept, partial(_advice, kept, ()))
     return [{s: _abstract(x, plan) for s, x in group.arrays.values()} for group in groups]
 
 
-def _advice(kept: Collection[str], fresh: Collection[str] = ()) -> str:
-    """What to do about a checkpoint whose arrays are not those of the state."""
-    if kept:
-        return "Choose weights that both have: only='^(?!ema/)' is all but those of a field ema."
-    advice = "It is of another model or optimizer."
+def _advice(
+    kept: Collection[str],
+    fresh: Collection[str],
+    stored: Collection[str],
+    own: Collection[str],
+    wrong: Collection[str],
+) -> str:
+    """What to do about a checkpoint whose arrays are not those of the state, all by path."""
     if fresh:  # a checkpoint of another program
-        return advice
+        return "It is of another model or optimizer."
+    (theirs, mine), differ = map(_trained_and_frozen, (stored, own)), _weights(wrong)
+    if not (mine[0] | mine[1]) - differ:
+        return "It is of another model: no parameter fits. Choose another checkpoint or directory."
+    only = pattern_without(differ, _weights([*stored, *own])) if differ else "."
+    if kept:
+        return f"Leave out what differs: only={only!r}."
+    if differ:
+        said, what = "It is of another model.", "the weights that both have"
+    elif changed := theirs[0] & mine[1] or theirs[1] & mine[0]:
+        there, here = ("trained", "frozen") if changed <= mine[1] else ("frozen", "trained")
+        said = f"What is {there} in the checkpoint is {here} in like=: {some(sorted(changed))}."
+        what = "just the weights"
+    else:
+        said, what = "It is of another optimizer.", "just the weights"
     return (
-        f"{advice} To start from step 0, choose another directory. restore(like=state, only='.') "
-        "restores just the weights, even from a run with another optimizer; other patterns choose "
-        "some of them."
+        f"{said} To start from step 0, choose another directory. "
+        f"restore(like=state, only={only!r}) restores {what}, without the optimizer's state and "
+        "the step."
     )
+
+
+def _weights(paths: Iterable[str]) -> set[str]:
+    return {name for path in paths if (name := weight_at(path)) is not None}
+
+
+def _trained_and_frozen(paths: Iterable[str]) -> tuple[set[str], set[str]]:
+    """The paths of the parameters of both kinds."""
+    found = [[p.removeprefix(x) for p in paths if p.startswith(x)] for x in (PARAMS, _FROZEN)]
+    return {*found[0]}, {*found[1]}
 
 
 class _Group(NamedTuple):
@@ -219,7 +249,7 @@ class _Group(NamedTuple):
 
 
 def _to_read(
-    stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool, new: Collection[str], advice: str
+    stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool, new: Collection[str], advice: Advice
 ) -> list[_Group]:
     """The arrays to read, in groups: at most two, and those of moments to convert."""
     nodes, others = nodes_of(plan), stored_otherwise(plan, stored)
@@ -288,32 +318,33 @@ def check_fit(
     layouts: Mapping[str, Layout],
     sources: Mapping[str, str],
     cast: bool,
-    advice: str,
+    advice: Advice,
 ) -> None:
     """Raises a `GShardError` that lists each array in which a checkpoint differs from a state.
 
-    `advice` says what to do if not only dtypes differ.
+    `advice` says what to do if not only dtypes differ, from the paths of all arrays of both and of
+    those that differ.
     """
     used = set(sources.values())
     # A parameter may be read from its master copy, and a master copy may be unused.
     unused = [p for p in stored if not (p in used or p.startswith(MASTER) or _master(p) in used)]
-    wrong = [f"  {p} is in the checkpoint alone" for p in unused]
-    wrong += [f"  {p} is not in the checkpoint" for p, s in sources.items() if s not in stored]
+    wrong = {p: f"  {p} is in the checkpoint alone" for p in unused}
+    wrong |= {p: f"  {p} is not in the checkpoint" for p, s in sources.items() if s not in stored}
     dtypes = []
     for path, source in sources.items():
         info, layout = stored.get(source), layouts[path]
         if info is None:
             continue
         if info.shape != layout.shape:
-            wrong.append(f"  {path} has the shape {layout.shape}, in the checkpoint {info.shape}")
+            wrong[path] = f"  {path} has the shape {layout.shape}, in the checkpoint {info.shape}"
         elif info.dtype != str(layout.dtype):
             rounded = path.startswith(PARAMS) and _master(path) in layouts
             if not rounded and not (cast and can_cast(info.dtype, layout.dtype)):
                 dtypes.append(f"  {path} is {layout.dtype}, in the checkpoint {info.dtype}")
     fix = "Pass cast=True to convert them." if not cast else CASTS
     if wrong:
-        fix = advice
-    if lines := [*wrong, *dtypes]:
+        fix = advice(stored, layouts, wrong)
+    if lines := [*wrong.values(), *dtypes]:
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         lines = ["the checkpoint does not fit the state:", *lines[:_SHOWN], *more, fix]
         raise GShardError("\n".join(lines))

@@ -373,3 +373,45 @@ def test_the_best_step(written, tmp_path):
         gshard.Checkpointer(tmp_path / "run", metric="accuracy").best_step()
     with pytest.raises(gshard.GShardError, match="number 'val_loss'.*'accuracy', 'loss'"):
         gshard.Checkpointer(tmp_path / "run", metric="val_loss").best_step()
+
+
+def net(**changes: Any) -> dict[str, dict[str, np.ndarray]]:
+    """Parameters; a change is the width of a layer, or None for none of it."""
+    widths = {"body": 4, "body.2": 4, "head": 4} | changes
+    layer = lambda n: {"w": np.ones((4, n), np.float32), "b": np.ones(n, np.float32)}  # noqa: E731
+    return {name: layer(n) for name, n in widths.items() if n is not None}
+
+
+def without(params, layer, name):
+    return params | {layer: {k: x for k, x in params[layer].items() if k != name}}
+
+
+@pytest.mark.parametrize(
+    ("params", "how", "said", "only"),
+    [
+        (net(head=8), {}, "It is of another model", r"^(?!head/)"),
+        (net(body=8, added=2), {}, "It is of another model", r"^(?!added/|body/)"),
+        (net(**{"body.2": None}), {}, "It is of another model", r"^(?!body\.2/)"),
+        (without(net(), "head", "b"), {}, "It is of another model", r"^(?!head/b$)"),
+        (net(), {"tx": optax.sgd(0.1)}, "It is of another optimizer", "."),
+        (net(), {"frozen": "^body/"}, "trained in the checkpoint is frozen in like=", "."),
+        (net(head=8), {"frozen": "^body/"}, "It is of another model", r"^(?!head/)"),
+    ],
+)
+def test_the_advice_about_a_checkpoint_that_does_not_fit_works(tmp_path, params, how, said, only):
+    def sharded(params, tx=None, **how):
+        return shard((params, optax.adam(0.1) if tx is None else tx), **how)[0]
+
+    with gshard.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(0, sharded(net()))
+        with pytest.raises(gshard.GShardError, match=said) as caught:
+            checkpointer.restore(like=sharded(params, **how))
+        assert f"restore(like=state, only={only!r})" in str(caught.value)
+        if only != ".":
+            with pytest.raises(gshard.GShardError, match="Leave out what differs") as caught:
+                checkpointer.restore(like=sharded(params, **how), only=".")
+            assert f"only={only!r}" in str(caught.value)
+        assert checkpointer.restore(like=sharded(params, **how), only=only).step == 0
+        other = {"all": {"w": np.ones((3, 3), np.float32)}}
+        with pytest.raises(gshard.GShardError, match="no parameter fits. Choose another"):
+            checkpointer.restore(like=sharded(other))
