@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from gshard._util.errors import GShardError, some, warn
+from gshard._util.errors import CallOrderError, GShardError, some, warn
 from gshard.checkpoint.arrays import check_same_run
 from gshard.checkpoint.background_save import BackgroundSave
 from gshard.checkpoint.data_state import packed_data_state
@@ -87,6 +87,11 @@ class StepWriter:
             if self._first:
                 try:
                     self.store.open_for_writing()
+                except CallOrderError as error:
+                    raise CallOrderError(
+                        f"{error} To read only, leave out keep_last=, keep_every=, keep_best= and "
+                        "writes=."
+                    ) from error
                 # No error: it may only be there to restore.
                 except (OSError, StoreError) as error:
                     why = getattr(error, "strerror", None) or error
