@@ -30,7 +30,7 @@ from gshard.checkpoint.arrays import (
 from gshard.checkpoint.manifest import Range
 from gshard.checkpoint.quiet_orbax import orbax_module
 from gshard.checkpoint.read_arrays import unreadable
-from gshard.checkpoint.step_info import MANIFEST
+from gshard.checkpoint.step_info import refuse_step
 from gshard.train_state.components import ShardedOptState
 
 ARRAYS = "arrays"  # Orbax's folder within a step
@@ -223,12 +223,7 @@ def _tree_in(path: Any) -> Path:
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise GShardError(f"import_orbax: {folder} {what}.")
-    step = folder.parent if folder.name == ARRAYS else folder
-    if (step / MANIFEST).exists():
-        raise GShardError(
-            f"import_orbax: {step} is a step of gshard.Checkpointer. Read it with "
-            f"gshard.Checkpointer({str(step.parent)!r}).restore(step={step.name}, like=...)."
-        )
+    refuse_step(folder.parent if folder.name == ARRAYS else folder, "import_orbax")
     if (folder / _TREE).exists():
         return folder
     inside = [x for x in sorted(folder.iterdir()) if (x / _TREE).exists()]

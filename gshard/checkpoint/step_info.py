@@ -33,6 +33,16 @@ class DamagedInfoError(GShardError):
     """The description of a step is not what gshard writes."""
 
 
+def refuse_step(folder: Any, call: str, only: str = "") -> None:
+    """Refuses the folder of a step, a path or a place in a store, that another call reads."""
+    if (folder / MANIFEST).is_file():
+        run, name = str(folder.parent), folder.name
+        raise GShardError(
+            f"{call}: {folder} is a step of gshard.Checkpointer. Read it with "
+            f"gshard.Checkpointer({run!r}).restore(step={name}, like=...{only})."
+        )
+
+
 @dataclass(frozen=True)
 class StepInfo:
     """What `gshard.json` says about a step."""

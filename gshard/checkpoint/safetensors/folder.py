@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from gshard._util.errors import GShardError, some
-from gshard.checkpoint.safetensors.format import Stored, tensors_of
+from gshard.checkpoint.safetensors.format import CONVERT, Stored, tensors_of
 from gshard.checkpoint.safetensors.place import Place, read_range, size_of
+from gshard.checkpoint.step_info import STEP, refuse_step
 
 _FILE, _INDEX = ".safetensors", ".safetensors.index.json"
 INDEX = f"model{_INDEX}"
+PICKLES = (".bin", ".pt", ".pth")  # of PyTorch
 
 
 def shard_names(count: int) -> list[str]:
@@ -43,7 +45,13 @@ def tensors_at(path: Place, call: str) -> dict[str, Stored]:
     if path.is_dir():
         models = models_in(path, call)
         if not models:
-            raise GShardError(f"{call}: the folder {path} has no safetensors file. Choose another.")
+            names = sorted(x.name for x in path.iterdir())
+            steps = sorted((x for x in names if STEP.fullmatch(x)), key=int)
+            for folder in (path, *(path / x for x in steps[-1:])):
+                refuse_step(folder, call, ", only='.'")
+            pickles = [x for x in names if x.endswith(PICKLES)]
+            hint = f"It has {some(pickles)}. {CONVERT}" if pickles else "Choose another."
+            raise GShardError(f"{call}: the folder {path} has no safetensors file. {hint}")
         if len(models) > 1:
             raise GShardError(
                 f"{call}: the folder {path} has several models: "
