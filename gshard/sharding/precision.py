@@ -76,10 +76,12 @@ class Precision:
         for name in ("compute_dtype", "param_dtype", "reduce_dtype", "output_dtype"):
             given = getattr(self, name)
             if given is not None or name in ("compute_dtype", "param_dtype"):
-                object.__setattr__(self, name, _floating(given, name))
+                object.__setattr__(self, name, floating_dtype(given, name))
         for name in ("gather_dtype", "scatter_dtype"):
             object.__setattr__(self, name, wire_dtype(getattr(self, name), name))
-        checked = _by_pattern("exceptions", self.exceptions, "{'LayerNorm': 'float32'}", _floating)
+        checked = _by_pattern(
+            "exceptions", self.exceptions, "{'LayerNorm': 'float32'}", floating_dtype
+        )
         object.__setattr__(self, "exceptions", checked)
         sent = _by_pattern("wire_exceptions", self.wire_exceptions, "{'router': None}", wire_dtype)
         object.__setattr__(self, "wire_exceptions", sent)
@@ -113,7 +115,7 @@ def as_precision(precision: Any) -> Precision | None:
     """Converts a `precision=` argument: a `Precision`, a compute dtype or its name, or None."""
     if precision is None or isinstance(precision, Precision):
         return precision
-    return Precision(compute_dtype=_floating(precision, "precision"))
+    return Precision(compute_dtype=floating_dtype(precision, "precision"))
 
 
 def first_match(patterns: Mapping[str, Any], paths: Sequence[str], default: Any) -> Any:
@@ -153,7 +155,8 @@ def _of_state(value: Any, name: str) -> Any:
     )
 
 
-def _floating(value: Any, name: str) -> Any:
+def floating_dtype(value: Any, name: str) -> Any:
+    """Checks an argument that is a floating dtype, or its name."""
     choices = f"Choose one of {', '.join(_NAMES)}."
     try:
         dtype = jnp.dtype(_SHORT.get(value, value) if isinstance(value, str) else value)

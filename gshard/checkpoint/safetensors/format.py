@@ -19,7 +19,6 @@ import numpy as np
 
 from gshard._util.errors import GShardError, some
 from gshard.checkpoint.safetensors.place import Place, read_range, size_of, version_of
-from gshard.checkpoint.weights import Weight
 
 # In the order in which the library writes tensors: the larger alignment first.
 DTYPES: dict[str, np.dtype] = {
@@ -44,6 +43,11 @@ DTYPES: dict[str, np.dtype] = {
 }
 METADATA = "__metadata__"  # a name that no tensor can have
 BLOCK = 2**23  # bytes that are copied at a time if an array is not contiguous
+CONVERT = (
+    "Convert it once, in PyTorch: safetensors.torch.save_file(torch.load(path, weights_only=True), "
+    "'model.safetensors')."
+)
+_PICKLE = (b"PK\x03\x04", b"\x80\x02")  # in a zip file, or by itself
 _LENGTH = struct.Struct("<Q")
 _HEADER = 100_000_000  # bytes at most, as in the library
 _FIRST = 2**17  # bytes that are read first; most headers are shorter
@@ -75,13 +79,13 @@ class Stored(NamedTuple):
         return found
 
 
-def check_writable(weights: Mapping[str, Weight], call: str) -> None:
+def check_writable(dtypes: Mapping[str, np.dtype], call: str) -> None:
     """Refuses dtypes without a name in the format, and a name that means something else in it."""
-    if METADATA in weights:
+    if METADATA in dtypes:
         raise GShardError(
             f"{call}: the name {METADATA!r} is reserved in safetensors files. Rename it."
         )
-    unknown = [f"{n} ({x.dtype})" for n, (_, x) in weights.items() if x.dtype not in _NAMES]
+    unknown = [f"{name} ({x})" for name, x in dtypes.items() if x not in _NAMES]
     if unknown:
         raise GShardError(
             f"{call}: the safetensors format does not have the dtype of {', '.join(unknown)}. It "
@@ -129,6 +133,8 @@ def tensors_of(file: Place, call: str) -> dict[str, Stored]:
     try:
         return _tensors(file)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        if read_range(file, 0, 4).startswith(_PICKLE):
+            raise GShardError(f"{call}: {file} is a pickle of PyTorch. {CONVERT}") from error
         raise GShardError(
             f"{call}: {file} is not a safetensors file, or it was cut short or damaged: "
             f"{error}. Write or copy it again."
@@ -172,16 +178,17 @@ def refuse_replaced(tensors: Iterable[Stored], call: str) -> None:
         )
 
 
-def row_major(x: np.ndarray) -> Iterator[memoryview]:
-    """The bytes of an array in row-major order; at most one block at a time is copied."""
-    if x.flags.c_contiguous:
+def row_major(x: np.ndarray, dtype: np.dtype) -> Iterator[memoryview]:
+    """The bytes of an array in this dtype, row-major; at most one block is copied at a time."""
+    if x.dtype == dtype and x.flags.c_contiguous:
         yield x.reshape(-1).view(np.uint8).data
         return
-    each = x.nbytes // len(x)
+    x = np.atleast_1d(x)
+    each = x.nbytes // max(len(x), 1)
     if each > BLOCK:
         for row in x:
-            yield from row_major(row)
+            yield from row_major(row, dtype)
         return
-    rows = BLOCK // each
+    rows = BLOCK // max(each, 1)
     for i in range(0, len(x), rows):
-        yield from row_major(np.ascontiguousarray(x[i : i + rows]))
+        yield from row_major(np.ascontiguousarray(x[i : i + rows], dtype), dtype)

@@ -33,6 +33,7 @@ from gshard.checkpoint.weights import Weight, chosen, named, weights_of
 from gshard.distributed.agree import run_on_all
 from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.host_arrays import full_on_host, plan_of, stored_on_host
+from gshard.sharding.precision import floating_dtype, is_floating
 from gshard.train.late_checks import check_now
 
 FORMAT = "1"  # version of the names and the metadata
@@ -45,6 +46,7 @@ def save_safetensors(
     *,
     name_map: NameMap | str | None = None,
     only: str | Sequence[str] | None = None,
+    dtype: Any = None,
     max_shard_bytes: float | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
@@ -71,6 +73,8 @@ def save_safetensors(
         `"gemma3"`, or a `gshard.NameMap`. None for gshard's own.
       only: a regular expression, or several: only weights whose path contains a match are written,
         such as `"^adapters/"`.
+      dtype: a floating dtype, such as `"bfloat16"`, into which floating weights are rounded. None
+        writes those of the state; with a `Precision` these are of the master copies.
       max_shard_bytes: writes a folder as Hugging Face's `from_pretrained` reads it, with
         `name_map` and the model's `config.json`: `model.safetensors`, or if that would have more
         bytes than this (5e9 is usual) shards and `model.safetensors.index.json`.
@@ -111,8 +115,12 @@ def save_safetensors(
             names = name_map_of(name_map, _CALL)
             components = plan.kind.split(state)
             weights = chosen(named(weights_of(components, plan, _CALL), _CALL), only, _CALL)
-            check_writable(weights, _CALL)
-            groups = groups_of(weights, pieces_of(weights, names, _CALL), _CALL)
+            dtypes = {name: layout.dtype for name, (_, layout) in weights.items()}
+            if dtype is not None:
+                new = floating_dtype(dtype, f"{_CALL}: dtype")
+                dtypes = {name: new if is_floating(x) else x for name, x in dtypes.items()}
+            check_writable(dtypes, _CALL)
+            groups = groups_of(dtypes, pieces_of(weights, names, _CALL), _CALL)
             step = int(full_on_host(components.step, plan.layouts.step))
             said = _all_metadata(metadata, step)
             if names is not None:
@@ -166,7 +174,7 @@ class _Files:
 
     def write(self, tensor: Tensor, x: np.ndarray) -> None:
         """Appends a tensor, in the order of the groups."""
-        for block in row_major(x):
+        for block in row_major(x, tensor.dtype):
             self._of[tensor.name].write(block)
 
     def commit(self) -> None:

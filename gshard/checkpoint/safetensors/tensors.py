@@ -83,15 +83,18 @@ def check_filled(pieces: Mapping[str, Sequence[Piece]], call: str) -> None:
 
 
 def groups_of(
-    weights: Mapping[str, Weight], pieces: Mapping[str, Sequence[Piece]], call: str
+    dtypes: Mapping[str, np.dtype], pieces: Mapping[str, Sequence[Piece]], call: str
 ) -> list[Group]:
-    """The tensors of a file in its order: the larger alignment first, then by name."""
-    order = sorted(weights, key=lambda name: (alignment(weights[name].layout.dtype), name))
+    """The tensors of a file in its order: the larger alignment first, then by name.
+
+    `dtypes` and `pieces` are those of each weight in the file.
+    """
+    order = sorted(dtypes, key=lambda name: (alignment(dtypes[name]), name))
     tensors: dict[str, Tensor] = {}
     group_of: dict[str, Group] = {}  # by tensor
     groups: list[Group] = []
     for name in order:
-        dtype, mine = weights[name].layout.dtype, Group([name], [])
+        dtype, mine = dtypes[name], Group([name], [])
         groups.append(mine)
         for piece in pieces[name]:
             tensor = tensors.get(piece.name)

@@ -259,10 +259,38 @@ def test_arrays_in_another_memory_order_are_written_in_blocks(monkeypatch, shape
         whole[::2],
         whole.astype(jnp.bfloat16)[..., 1:],
     ):
-        blocks = list(row_major(x))
+        rounded = list(row_major(x, jnp.dtype(jnp.float16)))
+        assert b"".join(rounded) == x.astype(np.float16).tobytes()
+        assert max(map(len, rounded)) <= 1000
+        blocks = list(row_major(x, x.dtype))
         assert b"".join(blocks) == x.tobytes()
         copied = [b for b in blocks if not np.shares_memory(np.frombuffer(b, np.uint8), x)]
         assert max(map(len, copied), default=0) <= 1000
+
+
+@pytest.mark.parametrize("option", ["plain", "bfloat16"])
+def test_floating_weights_are_rounded_to_the_dtype_that_is_asked_for(tmp_path, option):
+    """The bits of `astype`, of the master copies too; other weights are as they are."""
+    rng = np.random.default_rng(0)
+    params = {
+        "w": rng.normal(size=(5, 7)).astype(np.float32),
+        "half": np.full(3, 1 / 3, np.float16),
+        "one": np.float32(1 / 3),
+        "none": np.ones((0, 4), np.float32),
+        "index": np.arange(4, dtype=np.int32),
+    }
+    state, _ = simple(params, frozen="index", **OPTIONS[option])
+    file = tmp_path / "x.safetensors"
+    gshard.save_safetensors(state, file, dtype="bfloat16")
+    to = {name: x if name == "index" else x.astype(jnp.bfloat16) for name, x in params.items()}
+    assert_same(safetensors.load_file(file), to)
+    # Two weights of two dtypes in one tensor, in a shard of at most so many bytes.
+    state, _ = simple({"a": params["half"], "b": params["w"][0, :3]})
+    names = gshard.NameMap({"{x:a,b}": ("t", "i -> (x i)")})
+    file.unlink()
+    gshard.save_safetensors(state, tmp_path, name_map=names, dtype=jnp.bfloat16, max_shard_bytes=12)
+    both = np.concatenate([params["half"].astype(jnp.bfloat16), to["w"][0, :3]])
+    assert_same(safetensors.load_file(tmp_path / "model.safetensors"), {"t": both})
 
 
 def test_metadata(tmp_path):
@@ -403,6 +431,9 @@ BAD_EXPORTS = {
     "empty path": (None, {"path": ""}, "must be the path of a file"),
     "nul": (None, {"path": "a\0b"}, "leads nowhere|cannot be written"),
     "missing folder": (None, {"path": "no/such/x"}, "cannot be written: No such file"),
+    "dtype": (None, {"dtype": "bfloat15"}, "dtype='bfloat15' is no dtype. Did you mean"),
+    "whole numbers": (None, {"dtype": "int8"}, "dtype=int8 is not floating"),
+    "unknown dtype": (None, {"dtype": jnp.float8_e3m4}, r"not have the dtype of w \(float8_e3m4"),
     "complex": ({"w": ONES, "c": np.ones(2, np.complex64)}, {}, r"dtype of c \(complex64\)"),
     "int4": ({"w": ONES, "c": jnp.ones(2, jnp.int4)}, {}, r"dtype of c \(int4\)"),
     "twice": ({"a": {"b": ONES}, "a.b": ONES}, {}, "a/b and a.b would both be called"),

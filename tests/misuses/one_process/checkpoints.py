@@ -95,6 +95,15 @@ def two_writers(path):
         own.close()
 
 
+def reader_with_rules(path):
+    """A job that only reads, with the arguments of the one that trains."""
+    own = gshard.Checkpointer(path / "steps", keep_last=2)
+    try:
+        gshard.Checkpointer(path / "steps", keep_last=2)
+    finally:
+        own.close()
+
+
 def trained_state(path):
     state, _, step = kept()
     step(state, BATCH)
@@ -143,9 +152,9 @@ def inside_jit(path):
     jax.jit(lambda s: saves(path, state=s))(kept()[0])
 
 
-def plain_torch(path):
+def plain_torch(path, whole_folder=False):
     (path / "model.pt").write_bytes(b"PK\x03\x04 not safetensors, but a file of PyTorch")
-    gshard.load_safetensors(kept()[0], path / "model.pt")
+    gshard.load_safetensors(kept()[0], path if whole_folder else path / "model.pt")
 
 
 def removed_between(path):
@@ -273,6 +282,9 @@ ROWS = {
     ),
     "a Checkpointer is closed twice": right(closed_twice),
     "two Checkpointers write into one directory": refused(two_writers, "writes"),
+    "a Checkpointer that only reads has the rules of the one that writes": refused(
+        reader_with_rules, "To read only, leave out keep_last="
+    ),
     "two threads save with one Checkpointer": right(from_threads),
     "the state is trained while it is written": right(trained_on),
     "the directory is deleted between saves": right(removed_between),
@@ -397,7 +409,25 @@ ROWS = {
     "load_safetensors of a file that is cut": refused(
         lambda path: gshard.load_safetensors(kept()[0], cut(path)), "x.safetensors"
     ),
-    "load_safetensors of a file of PyTorch": refused(plain_torch, "model.pt"),
+    "load_safetensors of a file of PyTorch": refused(
+        plain_torch, "model.pt is a pickle of PyTorch", "safetensors.torch.save_file"
+    ),
+    "load_safetensors of a folder of PyTorch": refused(
+        lambda path: plain_torch(path, whole_folder=True),
+        *("no safetensors file. It has model.pt", "safetensors.torch.save_file"),
+    ),
+    "load_safetensors of a step of a Checkpointer": refused(
+        lambda path: gshard.load_safetensors(kept()[0], saved(path).directory / "3"),
+        *("is a step of gshard.Checkpointer", ".restore(step=3, like=..., only='.')"),
+    ),
+    "load_safetensors of the directory of a Checkpointer": refused(
+        lambda path: gshard.load_safetensors(kept()[0], saved(path, 9, 10).directory),
+        ".restore(step=10, like=..., only='.')",
+    ),
+    "save_safetensors in a dtype that is not floating": refused(
+        lambda path: gshard.save_safetensors(kept()[0], path / "x", dtype="int8"),
+        "save_safetensors: dtype=int8 is not floating",
+    ),
     "load_safetensors of an empty file": refused(
         lambda path: gshard.load_safetensors(kept()[0], ((path / "e").touch(), path / "e")[1]),
         "e",
