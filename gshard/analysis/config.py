@@ -98,6 +98,11 @@ def _from_file(source: str) -> dict[str, Any]:
             "the model itself as module:function."
         ) from None
     except tomllib.TOMLDecodeError as error:
+        if path.suffix == ".py":
+            raise GShardError(
+                f"{source} is a program, not TOML. Name the function in it that makes the model: "
+                f"{path.stem}:FUNCTION."
+            ) from None
         raise GShardError(f"{source} is not TOML: {error}.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise GShardError(f"{source} cannot be read: {error}.") from None

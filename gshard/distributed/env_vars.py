@@ -135,9 +135,10 @@ def chosen_gpus(argument: str, devices: str | Sequence[int | str] | None) -> lis
     for name in found:
         if name not in visible:
             have = f"This process sees {', '.join(visible) or 'no GPU'}."
+            instead = "--virtual_devices" if argument.startswith("--") else "virtual_devices"
             raise GShardError(
                 f"{given}: {name or 'an empty name'} is no visible device. {have} For CPU devices "
-                f"give {argument.replace('devices', 'virtual_devices')} a number instead."
+                f"give {instead} a number instead."
             )
     if not found or len(set(found)) < len(found):
         raise GShardError(f"{given}: name at least one device, each once.")

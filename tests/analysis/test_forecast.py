@@ -294,6 +294,7 @@ def test_warnings_are_lines_and_said_once(capsys):
     ("words", "said"),
     [
         (["tests.setups:mlp"], "how many devices?"),
+        ([__file__], "is a program, not TOML. Name the function in it that makes the model"),
         (["nowhere.toml"], "there is no file 'nowhere.toml'"),
         (["tests.setups:mlp", "--devices", "8", "--levels", "oss"], "Did you mean 'os'?"),
         (["tests.setups:mlp", "--device", "8"], "Did you mean '--devices'?"),

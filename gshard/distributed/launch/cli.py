@@ -7,6 +7,7 @@ import importlib.machinery
 import importlib.util
 import math
 import os
+import re
 import sys
 import time
 from itertools import takewhile
@@ -141,6 +142,7 @@ _UPSTREAM = {  # options of torchrun and of paddle.distributed.launch, and what 
         "n np nprocs num_processes world_size num_gpus trainer_num".split(),
         "Give --nproc_per_node N, the processes of this machine.",
     ),
+    **dict.fromkeys(("", "c"), "Save the program in a file: every process runs it."),
     "include": "Give --devices A,B instead.",
     "mixed_precision": 'It is an argument of gshard.shard_train_state: precision="bfloat16".',
     **dict.fromkeys(
@@ -151,6 +153,7 @@ _UPSTREAM = {  # options of torchrun and of paddle.distributed.launch, and what 
 }
 
 
+_DEVICES = ("--devices", "--gpus", "--selected_gpus")  # all mean the same
 _NUMBERS = {  # options for which upstream takes more than a number
     "--nproc_per_node": " Leave it out for one process per GPU.",
 }
@@ -181,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--join_every", type=float, metavar="MINUTES", help="stop the processes of an elastic job "
         "cleanly (SIGTERM) and start them again when other machines have come, at most once in "
         "this many minutes (default 0: such machines wait for the next failure)")  # fmt: skip
-    add("--devices", "--gpus", "--selected_gpus", metavar="A,B", help="GPUs of this machine to "
+    add(*_DEVICES, metavar="A,B", help="GPUs of this machine to "
         "use, split evenly between its processes (default: all visible)")  # fmt: skip
     add("--virtual_devices", type=int, metavar="N", help="virtual CPU devices of each process, "
         "instead of GPUs")  # fmt: skip
@@ -226,8 +229,13 @@ def request(words: list[str]) -> Request:
     if not script:
         raise GShardError("name the script to run. `gshard launch --help` says more.")
     asked.script, *asked.arguments = script
+    python = re.fullmatch(r"python[\d.]*", os.path.basename(asked.script)) is not None
+    if python and asked.arguments and not asked.module:
+        raise GShardError(f"leave out {asked.script!r}: gshard launch itself starts Python.")
     if not asked.module and not os.path.exists(asked.script):
         hint = " For a module say -m." if "." in asked.script and "/" not in asked.script else ""
+        if os.path.isfile(f"{asked.script}.py"):
+            hint = f" Did you mean {asked.script + '.py'!r}?"
         raise GShardError(f"there is no file {asked.script!r} here.{hint}")
     if os.path.isdir(asked.script) and not asked.module:
         if not os.path.exists(os.path.join(asked.script, "__main__.py")):
@@ -247,12 +255,14 @@ def request(words: list[str]) -> Request:
     _check_machines(asked)
     if asked.elastic is None:
         asked.rank = asked.rank or 0
+    typed = {word.partition("=")[0] for word in words[:at]}
+    named = next((x for x in _DEVICES if x in typed), "--devices")
     if asked.virtual_devices is not None and asked.devices is not None:
         raise GShardError(
-            f"--devices {asked.devices} names GPUs, and --virtual_devices "
+            f"{named} {asked.devices} names GPUs, and --virtual_devices "
             f"{asked.virtual_devices} asks for CPU devices: choose one of the two."
         )
-    devices = chosen_gpus("--devices", asked.devices)
+    devices = chosen_gpus(named, asked.devices)
     if asked.nproc_per_node is None:
         on_cpu = asked.virtual_devices is not None
         asked.nproc_per_node = 1 if on_cpu else max(1, len(devices or visible_gpus()))

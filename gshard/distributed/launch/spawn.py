@@ -95,7 +95,10 @@ def spawn(
     for name in options:
         if name not in _NAMES:
             known = ("func", "args", "nprocs", "join", "daemon", *_NAMES)
-            raise GShardError(f"spawn has no option {name!r}.{did_you_mean(name, known)}")
+            hint = did_you_mean(name, known)
+            if name == "kwargs":
+                hint = " Pass functools.partial(func, **kwargs) as the function."
+            raise GShardError(f"spawn has no option {name!r}.{hint}")
     if (method := options.get("start_method", "spawn")) != "spawn":
         raise GShardError(
             f"spawn(start_method={shown(method)}): 'spawn' is the only method: JAX runs threads, "
@@ -106,11 +109,12 @@ def spawn(
         for name, default in _TIMEOUTS.items()
     }
     virtual = options.get("virtual_devices")
-    named = next((options[name] for name in _DEVICES if options.get(name) is not None), None)
-    devices = chosen_gpus("devices", named)
+    by = next((name for name in _DEVICES if options.get(name) is not None), "devices")
+    named = options.get(by)
+    devices = chosen_gpus(by, named)
     if virtual is not None and devices is not None:
         raise GShardError(
-            f"spawn(devices={shown(named)}, virtual_devices={virtual}): give GPUs or CPU devices, "
+            f"spawn({by}={shown(named)}, virtual_devices={virtual}): give GPUs or CPU devices, "
             "one of the two."
         )
     shares = device_shares(_count(nprocs, devices, virtual), devices, virtual)

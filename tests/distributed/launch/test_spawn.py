@@ -237,13 +237,17 @@ BAD = {
         lambda: gshard.distributed.spawn(functions.waits, nproc=2),
         "Did you mean 'nprocs'?",
     ),
+    "kwargs": (
+        lambda: gshard.distributed.spawn(functions.waits, kwargs={"seconds": 0.0}),
+        "Pass functools.partial(func, **kwargs) as the function",
+    ),
     "fork": (
         lambda: gshard.distributed.spawn(functions.waits, start_method="fork"),
         "'spawn' is the only method",
     ),
     "devices": (
         lambda: gshard.distributed.spawn(functions.waits, gpus="9"),
-        "is no visible device",
+        "gpus='9': 9 is no visible device. This process sees no GPU. For CPU devices give virtual_",
     ),
     "both": (
         lambda: gshard.distributed.spawn(functions.waits, devices="0", virtual_devices=2),
