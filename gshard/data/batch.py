@@ -230,8 +230,13 @@ def check_examples(batch: Any, devices: int, micro_batches: int, what: str = "de
         if micro_batches > 1:
             over = f"{devices} {what} x {micro_batches} micro-batches = {unit}"
             fewer = ", or fewer micro-batches"
-        filled = "; gshard.DataLoader(pad_last=True) fills the last batch" if count else ""
-        found = f"{_examples(count)}, which is not a multiple of {over}" if count else "no examples"
+        found, filled = "no examples", ""
+        if count:
+            found = f"{_examples(count)}, which is not a multiple of {over}"
+            filled = (
+                ". gshard.DataLoader(pad_last=True) fills the last batch; another loader may drop "
+                "it (drop_remainder=True)"
+            )
         raise GShardError(
             f"batch{subscript(first)} has {found}. Use {nearest} or {nearest + unit} "
             f"examples{fewer}{filled}."

@@ -225,6 +225,12 @@ class DataLoader:
             )
         given = {name: check_integer(f"state[{name!r}]", x, 0) for name, x in state.items()}
         for name, value in self._settings.items():
+            if given[name] != value and name == "checksum":
+                raise GShardError(
+                    "the data are not those of the saved run: their first or last example differs. "
+                    "Give the loader the same data in the same order, or start over without the "
+                    "state."
+                )
             if given[name] != value:
                 theirs = _describe_argument(name, given[name])
                 raise GShardError(
@@ -366,8 +372,6 @@ def _numbered(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
 def _describe_argument(name: str, value: int) -> str:
     if name == "length":
         return f"a source of {value} examples"
-    if name == "checksum":
-        return f"a first and a last example of checksum {value:#010x}"
     return f"{name}={bool(value) if name in ('shuffle', 'drop_remainder') else value}"
 
 

@@ -171,6 +171,16 @@ ROWS = {
     "a state beyond the epoch": refused(
         lambda _: restored(lambda s: {**s, "position": 99}), "99", "4 batches"
     ),
+    "a loader's state with the data in another order": refused(
+        lambda _: loader({name: x[::-1] for name, x in DATA.items()}).load_state_dict(
+            loader().state_dict()
+        ),
+        *("not those of the saved run", "Give the loader the same data in the same order"),
+    ),
+    "a short last batch for global_batches": refused(
+        lambda _: global_of([BATCH, {name: x[:5] for name, x in BATCH.items()}]),
+        *("5 examples", "another loader may drop it (drop_remainder=True)"),
+    ),
     "one batch for global_batches": refused(
         lambda _: global_of(BATCH), "batches=a dict", "gshard.shard_batch"
     ),
