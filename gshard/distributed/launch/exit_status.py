@@ -214,6 +214,11 @@ _MEANINGS = (
         "steps, so one finished while others were still running.",
     ),
     (
+        r"KeyError: '(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'",
+        "gshard launch does not set the variables of torchrun. Call gshard.distributed.initialize()"
+        ", then gshard.distributed.process_index() and process_count().",
+    ),
+    (
         r"ModuleNotFoundError|No module named",
         "A package is missing in the Python that runs the job.",
     ),

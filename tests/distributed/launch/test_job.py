@@ -276,6 +276,15 @@ def test_a_scheduler_that_signals_every_process_is_no_failure():
     assert Outcome(ends, signal.SIGINT, 0).failed
 
 
+def test_scripts_that_handle_ctrl_c_do_not_let_the_next_job_start():
+    """`gshard launch train.py && gshard launch eval.py`."""
+    ended = [End(rank, 0) for rank in range(2)]
+    said = "gshard: the job was ended by SIGINT, and all processes stopped in order"
+    assert Outcome(ended, signal.SIGINT, 0).summary == (130, said)
+    assert Outcome(ended, None, 0).summary == (0, "")
+    assert Outcome(ended, signal.SIGTERM, 0).summary == (0, "")
+
+
 def test_a_signal_to_one_process_stops_all(tmp_path):
     with running(launch("--nproc_per_node", 2, WORKER, "until_told"), tmp_path) as job:
         job.until_training()
@@ -300,7 +309,7 @@ def test_who_does_not_listen_is_killed_after_a_while(tmp_path):
         job.until_training()
         job.process.send_signal(signal.SIGTERM)
         assert job.code(limit=1 + 5) == 128 + signal.SIGTERM
-        assert "ranks [0, 1] had not stopped and were killed. A script" in job.err
+        assert "ranks [0, 1] had not stopped and were killed. Scripts stop" in job.err
         job.assert_nobody_left()
 
 
@@ -345,6 +354,11 @@ BAD = {
     "a file as a module": (["-m", SCRIPT], "it is a file. Leave out -m"),
     "a path as a module": (["-m", "a/b.py"], "a module is named with dots: a.b."),
     "standard input": (["/dev/stdin"], "'/dev/stdin' is no file that every process can read"),
+    "standard input as a dash": (["-"], "'-' is no option of gshard launch. Save the program in a"),
+    "code": (["-c", "print(1)"], "'-c' is no option of gshard launch. Save the program in a file"),
+    "python": (["python3", SCRIPT], "leave out 'python3': gshard launch itself starts Python"),
+    "no suffix": ([SCRIPT.removesuffix(".py")], "job_worker.py'?"),
+    "GPUs by another name": (["--selected-gpus=9", SCRIPT], "--selected_gpus='9': 9 is no visible"),
     "a module without -m": (["my.module"], "For a module say -m"),
     "unknown option": (["--nproc_per_nod", "2", SCRIPT], "Did you mean '--nproc_per_node'?"),
     "unknown option with =": (["--restarts=2", SCRIPT], "Did you mean '--max_restarts'?"),
@@ -400,8 +414,8 @@ BAD = {
     ),
     "no port": (["--master", "here", SCRIPT], "'host:port'"),
     "port too high": (["--master", "here:70000", SCRIPT], "70000 is no port"),
-    "no GPU": (["--gpus", "0", SCRIPT], "no visible device"),
-    "GPUs and CPUs": (["--gpus", "0", "--virtual_devices", "2", SCRIPT], "choose one"),
+    "no GPU": (["--gpus", "0", SCRIPT], "--gpus='0': 0 is no visible device"),
+    "GPUs and CPUs": (["--gpus", "0", "--virtual_devices", "2", SCRIPT], "--gpus 0 names GPUs"),
     "no heartbeat": (["--heartbeat_timeout", "0", SCRIPT], "--heartbeat_timeout=0"),
     "no devices": (["--virtual_devices", "0", SCRIPT], "--virtual_devices=0"),
 }
@@ -655,6 +669,7 @@ def test_a_job_that_hung_is_reported_by_what_its_watchdog_said():
         (End(0, 1, (), "raise (NotArrivedError if late else GShardError)(why)\nGShardError"), ""),
         (End(0, 0, work=Work(cut_off=True)), "os._exit(0)"),
         (End(0, -6, (), "Is there a distributed collective mismatch in your code?"), "rank == 0"),
+        (End(0, 1, (), "KeyError: 'RANK'"), "gshard.distributed.process_index()"),
         (End(0, 1, (), "ValueError: of the user"), ""),
     ],
 )
