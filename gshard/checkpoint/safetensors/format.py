@@ -133,7 +133,8 @@ def tensors_of(file: Place, call: str) -> dict[str, Stored]:
     try:
         return _tensors(file)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        if read_range(file, 0, 4).startswith(_PICKLE):
+        could_be_read = not isinstance(error, OSError)
+        if could_be_read and read_range(file, 0, min(4, size_of(file))).startswith(_PICKLE):
             raise GShardError(f"{call}: {file} is a pickle of PyTorch. {CONVERT}") from error
         raise GShardError(
             f"{call}: {file} is not a safetensors file, or it was cut short or damaged: "
