@@ -141,7 +141,7 @@ def warn_of_replicated(batch: Any, dims: Sequence[int | None], given: SequenceDi
                 f"{did_you_mean(text, paths)} There are {some(sorted(map(repr, paths)))}."
             )
     sizes = [math.prod(jnp.shape(x)) * getattr(x.dtype, "itemsize", 8) for x in leaves]
-    shared = [i for i, dim in enumerate(dims) if dim is not None]
+    shared = {i: dim for i, dim in enumerate(dims) if dim is not None}
     if given and not shared:
         raise GShardError(
             "sequence_dims leaves no array of the batch with a sequence to shard over the sequence "
@@ -150,7 +150,7 @@ def warn_of_replicated(batch: Any, dims: Sequence[int | None], given: SequenceDi
         )
     if not shared:
         return
-    lengths = {i: jnp.shape(leaves[i])[dims[i]] for i in shared}
+    lengths = {i: jnp.shape(leaves[i])[dim] for i, dim in shared.items()}
     longest, largest = max(shared, key=lengths.__getitem__), max(shared, key=sizes.__getitem__)
 
     def described(i: int) -> str:

@@ -31,10 +31,9 @@ _INSTEAD = {  # of jax.value_and_grad
     "argnums": "The gradient is that of the first argument of the loss.",
     "reduce_axes": "Gradients are reduced over all data axes of the plan.",
 }
-_CALLS = dict.fromkeys(
-    ("*", "batch"),
+_CALL = (
     "It is called as f(params, batch), with NNX as f(model, batch), and the loss takes both. A key "
-    "and fields of the state are passed by name: f(params, batch, rng=key).",
+    "and fields of the state are passed by name: f(params, batch, rng=key)."
 )
 
 
@@ -126,7 +125,7 @@ def value_and_grad(
     check_options(plan, options, sync)
     names, name = options.mutable, f"the loss {place_of(loss_fn)}"
 
-    @named_arguments(_CALLS, "value_and_grad(loss_fn, plan)")
+    @named_arguments({"*": _CALL, "batch": _CALL}, "value_and_grad(loss_fn, plan)")
     def on_batch(target: Any, batch: Any, /, *, rng: Any = None, **collections: Any) -> Any:
         parts = plan.kind.split_target(target, collections)
         pure = plan.kind.loss(loss_fn, names, parts.static)
