@@ -105,13 +105,14 @@ def save_safetensors(
         @store_errors_explained()
         def begin() -> tuple[dict[str, Weight], list[Group], _Files | None]:
             check_now(plan)
-            target, most = place_of(path, _CALL), _limit(max_shard_bytes)
+            most = _limit(max_shard_bytes)
             if most is None and str(path).endswith("/"):
                 raise GShardError(
                     f"{_CALL}: {path} ends with a slash, so it names a folder. Name the file, such "
                     f"as {path}model.safetensors, or pass max_shard_bytes=5e9 to write a model "
                     "into the folder."
                 )
+            target = place_of(path, _CALL)
             names = name_map_of(name_map, _CALL)
             components = plan.kind.split(state)
             weights = chosen(named(weights_of(components, plan, _CALL), _CALL), only, _CALL)
