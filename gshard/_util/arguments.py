@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from gshard._util.errors import ArgumentTypeError, did_you_mean, some
@@ -79,12 +80,12 @@ def _public_with(argument: str) -> list[str]:
     They are looked up by name: a module that was never used is not imported yet.
     """
     root = sys.modules[__name__.partition(".")[0]]
-    public = {name: getattr(root, name) for name in root.__all__}
-    decorated = {
-        name: x
-        for name, x in public.items()
-        if hasattr(x.__init__ if isinstance(x, type) else x, "__wrapped__")
-    }
+    decorated = {}
+    for name in root.__all__:
+        with suppress(ImportError):
+            x = getattr(root, name)
+            if hasattr(x.__init__ if isinstance(x, type) else x, "__wrapped__"):
+                decorated[name] = x
     return [x for x in decorated if argument in inspect.signature(decorated[x]).parameters]
 
 

@@ -67,9 +67,10 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def refuse_variables(path: Any, argument: str) -> None:
-    """Refuses a path with a part such as `$SCRATCH`, which would be a folder of that name."""
+    """Refuses a path with `$SCRATCH` in it, which would be part of the name of a new folder."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if isinstance(text, str) and any(part.startswith("$") for part in text.split("/")):
+    names = isinstance(text, str) and re.search(r"\$\{?[A-Za-z_]", text)
+    if names and not os.path.exists(text):
         raise GShardError(
             f"{argument}={text!r} names an environment variable, which only a shell replaces. Pass "
             f"os.path.expandvars({text!r})."

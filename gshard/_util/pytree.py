@@ -14,7 +14,7 @@ from jax import core
 from gshard._util.errors import GShardError, some
 from gshard._util.validation import shown
 
-_ARRAY_LIKE = (*get_args(jax.typing.ArrayLike), jax.ShapeDtypeStruct)
+_ARRAY_LIKE = (*get_args(jax.typing.ArrayLike), np.generic, jax.ShapeDtypeStruct)
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
@@ -71,7 +71,9 @@ def lists_of_numbers(tree: Any) -> list[tuple[str, list[Any]]]:
     """
 
     def is_one(x: Any) -> bool:
-        return isinstance(x, list) and bool(x) and all(map(_is_number, jax.tree.leaves(x)))
+        if not isinstance(x, list) or not x:
+            return False
+        return all(is_one(y) if isinstance(y, list) else _is_number(y) for y in x)
 
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_one)
     return [(path_of(keys), x) for keys, x in pairs if isinstance(x, list)]

@@ -6,6 +6,7 @@ GB are 1e9 bytes, as in the ZeRO paper and on data sheets.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable
 
 from rich import box
@@ -71,3 +72,16 @@ def seconds_of(seconds: float) -> str:
         if seconds * factor >= 0.9995 or (unit == "us" and seconds > 0):
             return f"{_three(seconds * factor)} {unit}"
     return "0 s"
+
+
+def pattern_without(left_out: Iterable[str], paths: Iterable[str]) -> str:
+    """A regular expression that all these paths contain but some of them: `^(?!head/)`."""
+    left = sorted(left_out)
+    others = {*paths}.difference(left)
+    found = dict[str, None]()  # in order
+    for path in left:
+        names = path.split("/")
+        above = ("".join(f"{name}/" for name in names[:i]) for i in range(1, len(names)))
+        whole = next((x for x in above if not any(o.startswith(x) for o in others)), None)
+        found[re.escape(path) + "$" if whole is None else re.escape(whole)] = None
+    return f"^(?!{'|'.join(found)})"

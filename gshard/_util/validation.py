@@ -150,16 +150,3 @@ def names_of(argument: str, value: Any, what: str = "a name") -> tuple[str, ...]
     if not all(isinstance(name, str) for name in names):
         raise GShardError(f"{argument}={shown(value)} must be {what}, or several.")
     return names
-
-
-def pattern_without(left_out: Iterable[str], paths: Iterable[str]) -> str:
-    """A regular expression that all these paths contain but some of them: `^(?!head/)`."""
-    left = sorted(left_out)
-    others = {*paths}.difference(left)
-    found = dict[str, None]()  # in order
-    for path in left:
-        names = path.split("/")
-        above = ("".join(f"{name}/" for name in names[:i]) for i in range(1, len(names)))
-        whole = next((x for x in above if not any(o.startswith(x) for o in others)), None)
-        found[re.escape(path) + "$" if whole is None else re.escape(whole)] = None
-    return f"^(?!{'|'.join(found)})"

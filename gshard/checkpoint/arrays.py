@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import check_unique, differences, flatten
-from gshard._util.validation import pattern_without
+from gshard._util.text import pattern_without
 from gshard.checkpoint.quantized import AT_ONCE, blocks_of, convert, nodes_of, stored_otherwise
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
@@ -209,7 +209,8 @@ def _advice(
     (theirs, mine), differ = map(_trained_and_frozen, (stored, own)), _weights(wrong)
     if not (mine[0] | mine[1]) - differ:
         return "It is of another model: no parameter fits. Choose another checkpoint or directory."
-    only = pattern_without(differ, _weights([*stored, *own])) if differ else "."
+    chosen = differ | _weights(kept)  # without those that the user has left out
+    only = pattern_without(chosen, _weights([*stored, *own])) if chosen else "."
     if kept:
         return f"Leave out what differs: only={only!r}."
     if differ:

@@ -207,7 +207,9 @@ def check_examples(batch: Any, devices: int, micro_batches: int, what: str = "de
             "trees too: make them arrays)."
         )
     first, count = next(iter(counts.items()))
-    for path, x in lists_of_numbers(batch):
+    # Only a list of numbers has leaves without a dimension.
+    some_numbers = len(counts) < len(jax.tree.leaves(batch))
+    for path, x in lists_of_numbers(batch) if some_numbers else ():
         if len(x) == count:
             raise GShardError(
                 f"batch{subscript(path)} is a list with an entry for each of the {count} examples. "

@@ -211,7 +211,7 @@ class Watchdog:
                 f"did not make.{end}"
             )
         if groups and all(group.only_waits for group in groups):
-            meet = "They wait for each other: unless a computation is this slow, it never ends."
+            meet = "They wait for each other: unless a computation is just slow, this never ends."
         else:
             meet = "Ignore this if one process is meant to work alone here."
         return f"{_SAME_CALLS} {meet}{end}"
@@ -248,7 +248,8 @@ class Watchdog:
         if not any(x.what_runs is wait.what_runs for x in self._waits()):
             return  # it has ended just now
         why = self._sentence(wait, groups)
-        if len({group.handles == "" for group in groups}) == 2:
+        handle = [bool(group.handles) for group in groups]
+        if any(handle) and not all(handle):
             advice = (
                 "A call in `except` or `finally` waits for processes that had no such exception. "
                 "The exception is with the stacks, in the log of that process."

@@ -87,12 +87,17 @@ def sequence_dims(
             f"the mesh has a sequence axis of {group.sequence} devices, and no array of the batch "
             "has a dimension 1 to shard over it. Use a mesh without sequence=, or name another "
             f"dimension: {_EXAMPLE} of shard_train_state. For an evaluation without sequences pass "
-            f"sequence_dims={{{paths[0]!r}: None}}."
+            f"sequence_dims={{{_pattern(paths[0])!r}: None}}."
         )
     return found
 
 
 _DEFAULT = -1
+
+
+def _pattern(path: str) -> str:
+    """A pattern for this array alone."""
+    return f"^{re.escape(path)}$"
 
 
 def _asked(path: str, given: SequenceDims) -> int | None:
@@ -121,12 +126,14 @@ def _check(path: str, shape: Sequence[int], dim: int, group: Group, slices: int)
             "(If the targets are the inputs shifted by one, pass both, tokens[:, :-1] and "
             "tokens[:, 1:], or one array and shift it in the loss. If dimension "
             f"{dim} is not a sequence, as in one-hot labels, or if an evaluation takes single "
-            f"tokens, pass sequence_dims={{{path!r}: None}} to shard_train_state.)"
+            f"tokens, pass sequence_dims={{{_pattern(path)!r}: None}} to shard_train_state.)"
         )
 
 
-def warn_of_replicated(batch: Any, dims: Sequence[int | None], given: SequenceDims) -> None:
-    """Warns of patterns without an array, and of long arrays to train on that every device has.
+def check_trained_batch(batch: Any, dims: Sequence[int | None], given: SequenceDims) -> None:
+    """Checks the arrays of a batch to train on, of which some may not be sharded as was meant.
+
+    Warns of patterns without an array, and of long arrays that every device has.
 
     `dims` is the dimension of each array that is sharded over the sequence axis.
 
@@ -161,19 +168,19 @@ def warn_of_replicated(batch: Any, dims: Sequence[int | None], given: SequenceDi
         if dims[i] is not None or jnp.ndim(x) < 2 or named:
             continue
         other, another = f"{described(largest)} ({bytes_of(sizes[largest])})", ""
-        if 2 * x.shape[1] >= lengths[longest]:
+        if x.shape[1] in (lengths[longest] - 1, lengths[longest] - 2):
             other = described(longest)
             another = f"If both have the same sequence, give both {lengths[longest]} positions. "
         elif sizes[i] <= sizes[largest]:
             continue
         if jnp.ndim(x) > 2:
             another += "If its sequence is another dimension, name that: "
-            another += f"sequence_dims={{{path!r}: 2}}. "
+            another += f"sequence_dims={{{_pattern(path)!r}: 2}}. "
         warn(
             f"{described(i)} ({bytes_of(sizes[i])}) is not sharded over the sequence axis, as "
             f"{other} is: dimension 1 is not a multiple of it. Each device of the axis has all of "
             f"it, and computes as much as if there were no such axis. {another}If it has no "
-            f"sequence, say so: sequence_dims={{{path!r}: None}} of shard_train_state."
+            f"sequence, say so: sequence_dims={{{_pattern(path)!r}: None}} of shard_train_state."
         )
 
 

@@ -58,8 +58,9 @@ def plan_of(state: Any, call: str) -> Any:
         plan = getattr(kind_of(state).tx(state), "plan", None)
     except GShardError as error:
         raise GShardError(
-            f"{call}: state is a {type(state).__name__}, and no state of gshard. Pass what "
-            "gshard.shard_train_state or a step returned, not its params or the unsharded state."
+            f"{call}: state is a {type(state).__name__}, and no state of gshard. Pass the state "
+            "that gshard.shard_train_state or a step returned, not its params or the unsharded "
+            "state; with NNX the pair (model, optimizer)."
         ) from error
     if plan is None:
         raise GShardError(

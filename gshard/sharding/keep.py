@@ -81,7 +81,7 @@ def kept_params(
         )
     if axes and axes[0] not in sizes:
         warn(
-            f"keep={shown(keep)} changes nothing on a mesh without an expert axis. Leave it out, "
+            "keep= changes nothing on a mesh without an expert axis. Leave it out, "
             "or make one: gshard.make_mesh(expert=4)."
         )
     kept = {path: _kept(path, params[path], *at, scan_dims, sizes) for path, at in asked.items()}

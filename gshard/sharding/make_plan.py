@@ -192,8 +192,10 @@ def _like_parameters(
 
 def _unpadded_key(layout: Layout) -> Layout:
     """Replicates what may be an old-style random key, which padding would make another array."""
-    is_key = layout.dtype == jnp.uint32 and layout.padding
-    return layout.replicated() if is_key else layout
+    is_key = layout.dtype == jnp.uint32 and layout.shape[-1:] in ((2,), (4,))
+    if not is_key or not layout.padding:
+        return layout
+    return dataclasses.replace(layout.replicated(), reason="may be a random key")
 
 
 def _in_precision(trained: Any, precision: Precision | None) -> tuple[Any, dict[str, Layout], Any]:

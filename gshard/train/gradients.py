@@ -20,7 +20,7 @@ from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten, same_leaves
 from gshard._util.validation import shown
 from gshard.data.batch import check_examples, check_leaves
-from gshard.sharding.batch_specs import warn_of_replicated
+from gshard.sharding.batch_specs import check_trained_batch
 from gshard.sharding.budget import accumulation
 from gshard.sharding.layout import all_replicated
 from gshard.sharding.mesh import refuse_other_context
@@ -247,7 +247,7 @@ class GradientStage:
         check_leaves(batch)  # in a user's own loop the batch need not come from shard_batch
         check_examples(batch, group.batch_shards, options.micro_batches)
         dims = plan.sequence_dims(batch)
-        warn_of_replicated(batch, dims, plan.named_sequence_dims)
+        check_trained_batch(batch, dims, plan.named_sequence_dims)
         refuse_abstract(jax.tree.leaves(parts.params))
         _check_params(parts.params, plan)
 

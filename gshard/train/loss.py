@@ -204,15 +204,15 @@ def _check_aux(aux: Any, batch: Any) -> None:
             continue
         if not is_numeric(x) or not jnp.issubdtype(jnp.result_type(x), jnp.floating):
             what = f"has dtype {jnp.result_type(x)}" if is_numeric(x) else f"is {shown(x)}"
-            raise GShardError(f"aux {path!r} {what}: {_AUX[batch is None]}")
+            raise GShardError(f"aux {path!r} {what}: {_AUX if batch is None else _AVERAGED_AUX}")
         _warn_of_entries_per_example(f"aux {path!r}", x, batch)
 
 
-_AUX = {  # of the global batch, or not
-    True: "return numbers and arrays.",
-    False: "only floating auxiliary outputs are averaged over the batch. For other numbers choose "
-    'a reduction, such as gshard.Reduced(x, "sum"); leave out everything that is not numeric.',
-}
+_AUX = "return numbers and arrays."
+_AVERAGED_AUX = (
+    "only floating auxiliary outputs are averaged over the batch. For other numbers choose a "
+    'reduction, such as gshard.Reduced(x, "sum"); leave out everything that is not numeric.'
+)
 
 
 def _warn_of_entries_per_example(place: str, x: Any, batch: Any) -> None:

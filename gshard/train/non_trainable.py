@@ -59,7 +59,10 @@ def warn_of_lost_updates(aux: Any, non_trainable: dict[str, Any], mutable: Colle
         return
     for name, tree in aux.items():
         old = non_trainable.get(name) if isinstance(name, str) else None
-        if old is None or name in mutable or flatten(tree)[0] != flatten(old)[0]:
+        # A field that is one array may be among the metrics under its name.
+        if not isinstance(old, Mapping) or name in mutable:
+            continue
+        if flatten(tree)[0] != flatten(old)[0]:
             continue
         warn(
             f"the loss returns {name!r} in aux, and the state has a field of this name, which "

@@ -119,9 +119,8 @@ class Linen(Kind):
         for name in _fields(state, True):
             if isinstance(getattr(state, name), DynamicScale):
                 warn(
-                    f"make_train_step does not use the DynamicScale in state.{name}: the loss is "
-                    "not scaled. Pass scaler=gshard.GradScaler(), which scales it, and leave the "
-                    "field out."
+                    f"make_train_step does not use the DynamicScale in state.{name}. Leave the "
+                    "field out: scaler=gshard.GradScaler() scales the loss."
                 )
         if type(state).apply_gradients is not TrainState.apply_gradients:
             raise GShardError(

@@ -168,7 +168,7 @@ def advice_on_names(values: Mapping[str, Any], stored: NamedArrays) -> str:
         start, _, rest = name.partition(".")
         if name not in stored and rest in stored:
             short = f"{{name.removeprefix('{start}.'): x for name, x in state_dict.items()}}"
-            return f" Its names begin with '{start}.', which these do not: pass {short}."
+            return f" Its names begin with '{start}.', which the target's do not: pass {short}."
     return ""
 
 

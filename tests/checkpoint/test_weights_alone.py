@@ -415,3 +415,15 @@ def test_the_advice_about_a_checkpoint_that_does_not_fit_works(tmp_path, params,
         other = {"all": {"w": np.ones((3, 3), np.float32)}}
         with pytest.raises(gshard.GShardError, match="no parameter fits. Choose another"):
             checkpointer.restore(like=sharded(other))
+
+
+def test_the_advice_leaves_out_what_only_leaves_out(tmp_path):
+    def sharded(params):
+        return shard((params, optax.adam(0.1)))[0]
+
+    with gshard.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(0, sharded(net(added=4)))
+        like, advised = sharded(net(body=8, added=4)), "^(?!body/|head/)"
+        with pytest.raises(gshard.GShardError, match=re.escape(f"only={advised!r}")):
+            checkpointer.restore(like=like, only="^(body/|added/|body.2/)")
+        assert checkpointer.restore(like=like, only=advised).step == 0

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from gshard._util.errors import GShardError, some
+from gshard._util.errors import GShardError, some, warn
 from gshard.checkpoint.safetensors.place import Place, read_range, size_of, version_of
 
 # In the order in which the library writes tensors: the larger alignment first.
@@ -192,4 +192,12 @@ def row_major(x: np.ndarray, dtype: np.dtype) -> Iterator[memoryview]:
         return
     rows = BLOCK // max(each, 1)
     for i in range(0, len(x), rows):
-        yield from row_major(np.ascontiguousarray(x[i : i + rows], dtype), dtype)
+        with np.errstate(over="ignore"):
+            block = np.ascontiguousarray(x[i : i + rows], dtype)
+        if dtype == np.float16 and np.isinf(block).any() and not np.isinf(x[i : i + rows]).any():
+            warn(
+                "save_safetensors writes an infinite value for one that float16 cannot hold, "
+                f"{np.abs(x[i : i + rows]).max():g}. Pass dtype='bfloat16', which has the range of "
+                "float32."
+            )
+        yield from row_major(block, dtype)

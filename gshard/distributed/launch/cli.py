@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 import re
+import signal
 import sys
 import time
 from itertools import takewhile
@@ -94,6 +95,9 @@ def _run(asked: Request, signals: list[int]) -> int:
             while time.monotonic() < until and not signals:
                 time.sleep(0.05)
         code, said = outcome.summary
+        if code == 0 and outcome.signal == signal.SIGINT:  # the next command of a script waits
+            code = 128 + signal.SIGINT
+            said = "gshard: the job was ended by SIGINT, and all processes stopped in order"
         if said:
             say(said)
         events.write("exit", seconds=time.monotonic() - began, code=code)

@@ -98,9 +98,6 @@ class Outcome(NamedTuple):
         """The exit code of the launcher, and what it says at last; empty if there is no more."""
         codes = {end.code for end in self.ends}
         if codes == {0}:
-            if self.signal == signal.SIGINT:  # so that what follows in a job script does not run
-                said = "gshard: the job was ended by SIGINT, and all processes stopped in order"
-                return 128 + signal.SIGINT, said
             return 0, ""
         if codes and codes <= {0, PREEMPTED_EXIT_CODE}:
             said = "gshard: the job was told to stop, and all processes did so in order"

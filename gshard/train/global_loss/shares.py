@@ -100,17 +100,19 @@ class GlobalBatch:
             return fun(*jax.tree.unflatten(structure, leaves), batch)
 
         evaluator, found = self.values(of_leaves, 0, leaves, batch, None, 0)
-        alone = own_inside is not None and self.shards == 1
 
         def complete(x: Any, inside: bool) -> tuple[Any, bool]:
             if isinstance(x, Weighted):
                 both = (evaluator.convert(v, REPLICATED) for v in (x.sum, x.weight))
                 return jnp.divide(*both), False
             value = x.value if isinstance(x, Reduced) else x
-            own = inside and value.placement == sharded(0)
-            if alone and inside:  # on the axis of `own_inside`: examples, or experts
+            if inside and own_inside is not None and self.shards == 1:
+                # Each device has its part of dimension 0, which is that of the examples or another.
+                array = evaluator.convert(value, REPLICATED)
                 own = value.aval.shape[0] * self.group.experts == self._examples(batch)
-            array = evaluator.convert(value, sharded(0) if own and not alone else REPLICATED)
+            else:
+                own = inside and value.placement == sharded(0)
+                array = evaluator.convert(value, sharded(0) if own else REPLICATED)
             if inside and not own and own_inside is not None:
                 array = gather_examples(array, 0, 1, (self.group.kept,))
             return array, own
@@ -136,18 +138,19 @@ class GlobalBatch:
         evaluator, (total, (weight, aux, updates)) = self.values(fun, trained, *args)
         averaged = self.batches > 1
         examples = self._examples(args[1]) if by_examples else None
+        # A weight that comes from here is added by every device of the other axes.
+        others = self.group.devices // self.shards if weight is None else 1
         if weight is None and total.quotient is not None and not averaged:
             total, weight = total.quotient
         elif weight is None and examples is not None:
-            # Every device of the other axes adds it.
-            others = self.group.devices // self.shards
-            weight = _number(examples / others, total)
+            weight = _number(examples, total)
             total = _scaled(evaluator, total, examples)
         share = share_of(evaluator, total)
         if weight is None:
             share = share / self.batches
         else:
             weight = jax.lax.stop_gradient(float_of(evaluator, weight))
+            weight = weight / others if others > 1 else weight
 
         def form(x: Any) -> Any:
             if averaged and isinstance(x, Value) and x.placement.is_sharded:

@@ -198,6 +198,12 @@ ROWS = {
         lambda _: train({"x": X, "y": Y, "label": [0, 1] * (len(X) // 2)}),
         f"batch['label'] is a list with an entry for each of the {len(X)} examples",
     ),
+    "lists of nothing beside arrays": right(
+        lambda _: as_alone({**BATCH, "unused": [None] * len(X), "none": []})
+    ),
+    "a number of bfloat16": right(
+        lambda _: as_alone({**BATCH, "scale": jnp.ones(1, jnp.bfloat16)[0]}, with_scale)
+    ),
     "an NNX variable": right(lambda _: as_alone({"x": nnx.Variable(jnp.asarray(X)), "y": Y})),
     "a NumPy matrix": right(lambda _: as_alone({"x": np.asmatrix(X), "y": Y})),
     "a memory map that is read only": right(lambda path: as_alone({"x": mapped(path), "y": Y})),

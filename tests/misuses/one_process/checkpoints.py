@@ -298,7 +298,7 @@ ROWS = {
         lambda path: restores(path, (params(), ADAM)),
         *(
             "state is a tuple, and no state of gshard",
-            "Pass what gshard.shard_train_state or a step returned",
+            "Pass the state that gshard.shard_train_state or a step returned",
         ),
     ),
     "a save of parameters": refused(

@@ -40,8 +40,9 @@ class WithStatistics(TrainState):
 
 
 def statistics_in_aux(_):
-    state = WithStatistics.create(apply_fn=None, params=params(), tx=ADAM, batch_stats=np.ones(8))
-    new = lambda p, b: (loss_fn(p, b), ({"batch_stats": b["y"].mean(0)}, 3))  # noqa: E731
+    old = {"mean": np.ones(8)}
+    state = WithStatistics.create(apply_fn=None, params=params(), tx=ADAM, batch_stats=old)
+    new = lambda p, b: (loss_fn(p, b), ({"batch_stats": {"mean": b["y"].mean(0)}}, 3))  # noqa: E731
     train(BATCH, new, state, has_aux=True)
 
 

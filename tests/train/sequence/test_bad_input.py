@@ -29,8 +29,10 @@ def fails(match, loss=mean, examples=None, **options):
 def test_sequences_that_cannot_be_shared():
     x = np.ones((24, 49), np.float32)
     fails(r"batch\['x'\] has shape \[24, 49\].*Use sequences of 48 or 52", examples={"x": x})
-    fails(r"If dimension 1 is not a sequence.*sequence_dims=\{'x': None\}", examples={"x": x})
-    message = r"no array of the batch has a dimension 1.*evaluation .*sequence_dims=\{'x': None\}"
+    fails(r"If dimension 1 is not a sequence.*sequence_dims=\{'\^x\$': None\}", examples={"x": x})
+    message = (
+        r"no array of the batch has a dimension 1.*evaluation .*sequence_dims=\{'\^x\$': None\}"
+    )
     fails(message, examples={"x": np.ones(24, np.float32)})
     fails("has 3 examples.*the 2 groups of devices that share seq", examples={"x": x[:3, :48]})
     fails("has 1 example, which is", examples={"x": x[:1, :48]})
@@ -75,7 +77,7 @@ def test_a_large_array_that_no_device_shares_is_named():
     step = gshard.make_train_step(frames_loss, plan)
     message = (
         r"batch\['frames'\] of shape \[8, 3, 48\] \(4.6. kB\) is not sharded over the sequence .*"
-        r"sequence_dims=\{'frames': 2\}.*sequence_dims=\{'frames': None\}"
+        r"sequence_dims=\{'\^frames\$': 2\}.*sequence_dims=\{'\^frames\$': None\}"
     )
     with pytest.warns(gshard.GShardWarning, match=message):
         step.lower(state, FRAMES)
@@ -88,7 +90,7 @@ def test_inputs_that_are_shorter_than_a_mask_are_named():
     state, plan = sharded(PARAMS, sequence=4)
     message = (
         r"batch\['x'\] of shape \[24, 47, 48\] .*as batch\['mask'\] of shape \[24, 48\] is.*"
-        r"give both 48 positions.*sequence_dims=\{'x': None\}"
+        r"give both 48 positions.*sequence_dims=\{'\^x\$': None\}"
     )
     step = gshard.make_train_step(lambda p, b: mean(p, b) * b["mask"].mean(), plan)
     with pytest.warns(gshard.GShardWarning, match=message):
@@ -98,7 +100,7 @@ def test_inputs_that_are_shorter_than_a_mask_are_named():
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_an_evaluation_of_single_tokens(order):
     """Nothing is sharded over the sequence axis, and attention runs on every device."""
-    options = {"sequence_dims": {"token": None}, "sequence_order": order, "min_shard_size": 0}
+    options = {"sequence_dims": {"^token$": None}, "sequence_order": order, "min_shard_size": 0}
     mesh = gshard.make_mesh(sequence=4)
     state, plan = gshard.shard_train_state((PARAMS, optax.sgd(0.1)), mesh, "p_g_os", **options)
     x = np.random.default_rng(0).normal(size=(8, 1, 48)).astype(np.float32)
@@ -112,6 +114,8 @@ def test_an_evaluation_of_single_tokens(order):
         np.testing.assert_allclose(found, evaluate(PARAMS, {"token": token}), rtol=1e-5)
     with pytest.raises(gshard.GShardError, match="leaves no array of the batch.*another name"):
         gshard.make_train_step(frames_loss, plan)(state, {"token": x})
+    tokens = {"tokens": FRAMES["mask"]}  # are sharded with the same plan
+    gshard.make_train_step(lambda p, b: b["tokens"].mean() * p["w"].sum(), plan)(state, tokens)
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])

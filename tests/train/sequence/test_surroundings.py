@@ -50,6 +50,27 @@ def test_evaluation(semantics, order):
         np.testing.assert_allclose(x, y, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+@pytest.mark.parametrize("count", ["sum of the mask", "number that it has"])
+def test_a_mask_of_examples(count, level):
+    """Its sum is the same on all devices of the sequence axis, and counts once."""
+    params, keep = init(Model()), (np.arange(len(batch()["mask"])) % 3 > 0).astype(np.float32)
+    examples = {**batch(), "keep": keep}
+
+    def loss(params, batch):
+        found = losses(Model(), params, batch).mean(1)
+        own = batch["keep"]
+        return (found * own).sum() / (own.sum() if count == "sum of the mask" else (own > 0).sum())
+
+    state, plan = sharded(params, level=level, sequence=2)
+    value, grads = jax.jit(gshard.value_and_grad(loss, plan))(state.params, examples)
+    wanted, of_one = jax.value_and_grad(loss)(params, examples)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(of_one), strict=True):
+        x = x[tuple(slice(n) for n in y.shape)]
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-6)
+
+
 @pytest.mark.parametrize("semantics", ["global", "per_micro_batch", "per_device"])
 def test_auxiliary_outputs(semantics):
     params = init(Model())
