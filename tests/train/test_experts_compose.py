@@ -147,6 +147,25 @@ def test_sequences_and_experts_on_one_mesh():
     assert abs(float(found[0]) - float(wanted[0])) < 2e-6 and worst(found[1], wanted[1]) < 2e-6
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_mask_of_examples_counts_once_where_sequences_are_sharded_too(micro_batches):
+    keep = (np.arange(len(batch()["x"])) % 3 > 0).astype(np.float32)
+    examples, mean = {**batch(), "keep": keep}, mean_loss("every token", True)
+
+    def loss(p, b):
+        own = {name: x for name, x in b.items() if name != "keep"}
+        each = jax.vmap(lambda b: mean(p, jax.tree.map(lambda x: x[None], b)))(own)
+        return (each * b["keep"]).sum() / b["keep"].sum()
+
+    state, plan = sharded({"expert": 2, "sequence": 2}, "p_g_os")
+    grad = gshard.value_and_grad(loss, plan, micro_batches=micro_batches)
+    found, wanted = (
+        jax.jit(grad)(state.params, examples),
+        jax.value_and_grad(loss)(params(), examples),
+    )
+    assert abs(float(found[0]) - float(wanted[0])) < 2e-6 and worst(found[1], wanted[1]) < 2e-6
+
+
 def test_a_checkpoint_moves_to_any_number_of_expert_devices(tmp_path):
     loss, tx = mean_loss("one-hot"), clipped_adamw()
     state, plan = sharded(DATA_EXPERT, "p_g_os", tx=tx)

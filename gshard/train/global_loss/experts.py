@@ -46,6 +46,10 @@ class Experts(Sequences):
         self.batches = group.batch_shards // group.experts
 
     @property
+    def inner_devices(self) -> int:
+        return self.group.sequence
+
+    @property
     def is_on(self) -> bool:
         """Whether any parameter is kept."""
         return bool(self.group.kept)

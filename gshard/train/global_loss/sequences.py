@@ -56,6 +56,11 @@ class Sequences:
         self.zigzag = order == "zigzag"
 
     @property
+    def inner_devices(self) -> int:
+        """How many devices add a weight that is taken here: those of axes evaluated before."""
+        return 1
+
+    @property
     def is_on(self) -> bool:
         """Whether sequences are sharded at all."""
         return self.group.sequence > 1
@@ -69,11 +74,13 @@ class Sequences:
         `divides`: whether a quotient of sums is divided here, and not once for the whole batch.
         """
         evaluator, (total, (weight, aux, updates)) = self._values(fun, trained, *args)
+        others = self.inner_devices if weight is None else 1
         if weight is None and total.quotient is not None and not divides:
             total, weight = total.quotient
         share = at_least_float32(share_of(evaluator, total))
         if weight is not None:
             weight = float_of(evaluator, weight)
+            weight = weight / others if others > 1 else weight
 
         def complete(x: Any) -> Any:
             return jax.tree.map(lambda value: evaluator.convert(value, REPLICATED), x)
