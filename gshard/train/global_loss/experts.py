@@ -47,6 +47,7 @@ class Experts(Sequences):
 
     @property
     def inner_devices(self) -> int:
+        """Those of the sequence axis."""
         return self.group.sequence
 
     @property
