@@ -29,6 +29,7 @@ from tests.experts import (
     worst,
 )
 from tests.processes import run_workers
+from tests.tiers import quick
 
 ONE = {"devices": jax.devices()[:1]}
 
@@ -147,8 +148,17 @@ def test_sequences_and_experts_on_one_mesh():
     assert abs(float(found[0]) - float(wanted[0])) < 2e-6 and worst(found[1], wanted[1]) < 2e-6
 
 
+MASKED = {
+    "sequence 2, expert 2": {"sequence": 2, "expert": 2},
+    "sequence 2, expert 4": {"sequence": 2, "expert": 4},
+    "sequence 3, expert 2": {"devices": jax.devices()[:6], "sequence": 3, "expert": 2},
+    "replica 2, sequence 2, expert 2": {"replica": 2, "sequence": 2, "expert": 2},
+}
+
+
+@pytest.mark.parametrize("mesh", quick(list(MASKED), ["sequence 2, expert 2"]))
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_mask_of_examples_counts_once_where_sequences_are_sharded_too(micro_batches):
+def test_a_mask_of_examples_counts_once_where_sequences_are_sharded_too(micro_batches, mesh):
     keep = (np.arange(len(batch()["x"])) % 3 > 0).astype(np.float32)
     examples, mean = {**batch(), "keep": keep}, mean_loss("every token", True)
 
@@ -157,7 +167,7 @@ def test_a_mask_of_examples_counts_once_where_sequences_are_sharded_too(micro_ba
         each = jax.vmap(lambda b: mean(p, jax.tree.map(lambda x: x[None], b)))(own)
         return (each * b["keep"]).sum() / b["keep"].sum()
 
-    state, plan = sharded({"expert": 2, "sequence": 2}, "p_g_os")
+    state, plan = sharded(MASKED[mesh], "p_g_os")
     grad = gshard.value_and_grad(loss, plan, micro_batches=micro_batches)
     found, wanted = (
         jax.jit(grad)(state.params, examples),
