@@ -122,9 +122,8 @@ def make_train_step(
         floating values become their mean over devices, others their maximum.
       rng: a key (`jax.random.key(0)`) for a Linen loss that names `rng`; folded with the step. Keys
         in further fields of a Linen state, typed or old-style, are folded too, unless `mutable=`
-        names the field. With
-        `"per_micro_batch"` both are also folded with the micro-batch, with `"per_device"` with
-        device and micro-batch.
+        names the field. With `"per_micro_batch"` both are also folded with the micro-batch, with
+        `"per_device"` with device and micro-batch.
       scaler: a `gshard.GradScaler`, for float16.
       skip_nonfinite: whether a step whose gradient norm is not finite is skipped. With False the
         optimizer gets such a gradient, as on one device. None: False for an optimizer that treats

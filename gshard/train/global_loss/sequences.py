@@ -79,8 +79,7 @@ class Sequences:
             total, weight = total.quotient
         share = at_least_float32(share_of(evaluator, total))
         if weight is not None:
-            weight = float_of(evaluator, weight)
-            weight = weight / others if others > 1 else weight
+            weight = float_of(evaluator, weight, others)
 
         def complete(x: Any) -> Any:
             return jax.tree.map(lambda value: evaluator.convert(value, REPLICATED), x)

@@ -149,8 +149,7 @@ class GlobalBatch:
         if weight is None:
             share = share / self.batches
         else:
-            weight = jax.lax.stop_gradient(float_of(evaluator, weight))
-            weight = weight / others if others > 1 else weight
+            weight = jax.lax.stop_gradient(float_of(evaluator, weight, others))
 
         def form(x: Any) -> Any:
             if averaged and isinstance(x, Value) and x.placement.is_sharded:
@@ -236,13 +235,17 @@ def _scaled(evaluator: GlobalEvaluator, value: Value, by: float) -> Value:
     return Value(place, value.aval, evaluator.convert(value, place) * by)
 
 
-def float_of(evaluator: GlobalEvaluator, value: Value) -> jax.Array:
-    """What adds up to the value as a float; a sum of integers that may wrap is completed first."""
+def float_of(evaluator: GlobalEvaluator, value: Value, others: int = 1) -> jax.Array:
+    """What adds up to the value as a float; a sum of integers that may wrap is completed first.
+
+    `others` is how many devices of other axes add the same.
+    """
     known = value.positions
     exact = jnp.issubdtype(value.aval.dtype, jnp.inexact) or (known and known.bound is not None)
     if not exact:
         value = Value(REPLICATED, value.aval, evaluator.convert(value, REPLICATED))
-    return at_least_float32(evaluator.convert(value, PARTIAL))
+    share = at_least_float32(evaluator.convert(value, PARTIAL))
+    return share / others if others > 1 else share
 
 
 def share_of(evaluator: GlobalEvaluator, value: Value) -> Any:
