@@ -146,10 +146,11 @@ class GlobalBatch:
             weight = _number(examples, total)
             total = _scaled(evaluator, total, examples)
         share = share_of(evaluator, total)
-        if weight is None:
-            share = share / self.batches
-        else:
+        if weight is not None:
             weight = jax.lax.stop_gradient(float_of(evaluator, weight, others))
+        elif averaged:
+            # Divided by after the gradient is taken: a third would be rounded in a bfloat16 loss.
+            weight = jnp.float32(1 / self.group.devices)
 
         def form(x: Any) -> Any:
             if averaged and isinstance(x, Value) and x.placement.is_sharded:

@@ -229,8 +229,16 @@ def test_a_mean_in_half_precision_over_micro_batches_says_where_float32_belongs(
     assert float(metrics["loss"]) == 16.0
 
 
-@pytest.mark.parametrize(("dtype", "devices"), [("bfloat16", 3), ("float16", 5)])
-def test_a_loss_that_is_cast_at_its_end_has_the_gradient_of_one_device(dtype, devices):
+@pytest.mark.parametrize(
+    ("dtype", "devices", "options"),
+    [
+        ("bfloat16", 3, {}),
+        ("float16", 5, {}),
+        ("bfloat16", 2, {"micro_batches": 3, "loss_semantics": "per_micro_batch"}),
+    ],
+    ids=["3 devices", "5 devices", "3 micro-batches"],
+)
+def test_a_loss_that_is_cast_at_its_end_has_the_gradient_of_one_device(dtype, devices, options):
     """A third, or a fifth, of the loss is not exact in these types."""
 
     def loss(p, x):
@@ -238,11 +246,11 @@ def test_a_loss_that_is_cast_at_its_end_has_the_gradient_of_one_device(dtype, de
 
     rng = np.random.default_rng(0)
     params = {"w": rng.normal(size=(4, 8)).astype(np.float32)}
-    x = rng.normal(size=(2 * devices, 4)).astype(np.float32)
+    x = rng.normal(size=(6 * devices, 4)).astype(np.float32)
     mesh = gshard.make_mesh(devices=jax.devices()[:devices])
     given = params, optax.sgd(0.1)
     state, plan = gshard.shard_train_state(given, mesh, "os", min_shard_size=0)
-    _, found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, x)
+    _, found = jax.jit(gshard.value_and_grad(loss, plan, **options))(state.params, x)
     np.testing.assert_allclose(
         found["w"][:4, :8], jax.grad(loss)(params, x)["w"], rtol=1e-5, atol=1e-6
     )
