@@ -106,6 +106,9 @@ def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
     known = list(known)
     if paths != known:
         hint = ""
+        if any("/hyperparams/" in path for path in {*paths} - {*known}):
+            names = [path.rpartition("/")[2] for path in known if "/hyperparams/" in path]
+            hint = f" The optimizer has the hyperparameters {', '.join(names)}."
         if any(path.endswith("/codes") for path in {*known} ^ {*paths}):
             hint = (
                 " Codes and scales are those of moments that are stored in 8 bits: "

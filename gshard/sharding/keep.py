@@ -59,7 +59,7 @@ def kept_params(
                 "train (wrt=): it is not kept, and is all-gathered for the loss. Only trained "
                 "parameters are kept, and those that frozen= names (Linen and plain parameters)."
             )
-        if not found:
+        if not found and not other:
             raise GShardError(
                 f"keep: the pattern {text!r} matches no parameter.{did_you_mean(text, params)} "
                 f"There are {some(sorted(params))}."
@@ -73,7 +73,7 @@ def kept_params(
             f"keep= and the metadata of the model name several axes, {', '.join(axes)}: parameters "
             "can be kept on one axis of the mesh."
         )
-    if sizes.get(EXPERT, 1) > 1 and not asked:
+    if sizes.get(EXPERT, 1) > 1 and not asked and not keep:
         warn(
             f"the mesh has an expert axis of {sizes[EXPERT]} devices, and no parameter is kept on "
             f"it: it is an ordinary shard axis. Name the experts, {_EXAMPLE}, or name the axis in "

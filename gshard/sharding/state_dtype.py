@@ -58,7 +58,7 @@ def in_state_dtype(
             kept[path] = "state_exceptions"
         elif wanted is None and re.search(EMBEDDINGS, end[1]):
             kept[path] = "an embedding"
-        elif x.size == 0 or (wanted is None and x.size < MIN_SIZE):
+        elif x.size == 0 or not x.shape or (wanted is None and x.size < MIN_SIZE):
             kept[path] = f"{x.size} elements < {MIN_SIZE}"
         elif wanted is None and block < _SHORT:
             kept[path] = f"blocks of {block} elements are too short"

@@ -68,11 +68,15 @@ class TreeChecker:
             if (fault := _fault(x, wanted))
         ]
         if wrong:
+            advice = (
+                "Shard a restored state with jax.device_put(state, jax.tree.map(lambda x: "
+                "x.sharding, plan.abstract_state()))."
+            )
+            if any("/hyperparams/" in text for text in wrong):
+                advice = "Set a hyperparameter to a number, such as 1e-3."
             raise GShardError(
                 f"{self._what} not as the plan stores it: {some(wrong, most=3)}. Pass what "
-                "gshard.shard_train_state or a step of this plan returned. Shard a restored state "
-                "with jax.device_put(state, jax.tree.map(lambda x: x.sharding, "
-                "plan.abstract_state()))."
+                f"gshard.shard_train_state or a step of this plan returned. {advice}"
             )
         leaves = [_placed(x, wanted) for x, wanted in zip(leaves, self._leaves, strict=True)]
         return leaves, structure

@@ -25,6 +25,7 @@ SHAPES = {
     "LayerNorm_0/scale": (8192,),
     "thin": (4, 2000),
     "ids": (64, 80),
+    "temperature": (),
 }  # fmt: skip
 
 
@@ -71,6 +72,11 @@ def test_exceptions_name_parameters_or_arrays_of_the_state():
     found = quantized(plan_of(state_exceptions={"mu/.*bias": None, "embedding|bias": "int8"}))
     more = {"0/mu/Embed_0/embedding", "0/nu/Embed_0/embedding", "0/nu/Dense_0/bias"}
     assert found == {f"0/{m}/{x}" for m in ("mu", "nu") for x in chosen} | more
+
+
+def test_a_scalar_is_stored_as_it_is_whatever_an_exception_says():
+    found = plan_of(state_exceptions={".": "int8"})
+    assert found.not_quantized["0/mu/temperature"] == "1 elements < 4096"
 
 
 def test_an_exception_without_effect_is_named():

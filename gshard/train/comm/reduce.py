@@ -106,8 +106,9 @@ def _quotient(g: jax.Array, by: jax.Array | None) -> jax.Array:
     if by is None:
         return g
     # XLA recomputes a product in each kernel that reads it, but writes a quotient to memory.
-    dtype = jnp.promote_types(jnp.finfo(g.dtype).dtype, jnp.float32)
-    return (g * (1 / by.astype(dtype))).astype(g.dtype)
+    dtype = wide_dtype(g.dtype)
+    x = g if jnp.iscomplexobj(g) else g.astype(dtype)  # float8 is not promoted
+    return (x * (1 / by.astype(dtype))).astype(g.dtype)
 
 
 def _norm(grads: list[jax.Array], plan: Plan) -> tuple[jax.Array, jax.Array]:

@@ -256,12 +256,14 @@ class GlobalEvaluator:
             return jnp.zeros(
                 self.partition.local_shape(value.aval.shape, placement), value.aval.dtype
             )
-        if value.array is None and placement.is_sharded and value.placement == REPLICATED:
+        alone = self.partition.parts == 1  # every placement is the same array
+        from_nothing = value.array is None and value.placement == REPLICATED and not alone
+        if from_nothing and placement.is_sharded:
             return self._part_from_nothing(value, placement)
         if value.array is None:
             self._make(value)
         array: Any = value.array
-        if value.placement == placement:
+        if value.placement == placement or alone:
             return array
         if value.placement == REPLICATED:
             if placement == PARTIAL and value.statistic:

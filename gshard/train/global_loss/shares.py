@@ -211,7 +211,7 @@ def evaluate_loss(
         for at, (x, dim) in enumerate(zip(params, kept, strict=True))
     ]
     for x, dim in zip(arrays, dims, strict=True):
-        leaves.append((x, REPLICATED if dim is None or parts == 1 else sharded(dim, outer), False))
+        leaves.append((x, REPLICATED if dim is None else sharded(dim, outer), False))
     leaves += [(x, REPLICATED, False) for x in jax.tree.leaves(rng)]
     values = [
         Value(place, v.aval, x, depends=depends)

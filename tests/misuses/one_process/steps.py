@@ -128,6 +128,12 @@ def its_params_replaced(_):
     return step_with(lambda s, _: s.replace(params=jax.tree.map(jnp.asarray, params())), "p_g_os")
 
 
+def with_hyperparameter(name: str, value: Any) -> None:
+    state, plan = shard((params(), optax.inject_hyperparams(optax.adam)(0.1)))
+    state.opt_state.hyperparams[name] = value
+    gshard.make_train_step(loss_fn, plan)(state, BATCH)
+
+
 def learning_rate_changed(_):
     state, plan, step = kept()
     plan.tx = optax.adam(1.0)
@@ -368,6 +374,15 @@ ROWS = {
         *("the optimizer of this state", "plan.unwrap(state)", "inject_hyperparams"),
     ),
     "another optimizer put into a pair of NNX": refused(tx_of_pair, "the optimizer of this state"),
+    "a hyperparameter of another dtype": refused(
+        lambda _: with_hyperparameter("learning_rate", np.float16([0.1])),
+        *("learning_rate is float16[1], stored as float32[]", "a number, such as 1e-3"),
+    ),
+    "a hyperparameter that the optimizer does not have": refused(
+        lambda _: with_hyperparameter("lr", 0.1),
+        "added opt_state/inner/hyperparams/lr",
+        "learning_rate",
+    ),
     "a learning rate put into the plan": raw(learning_rate_changed, AttributeError, "tx"),
     "a step number that is text": refused(
         lambda _: step_with(lambda s, _: s.replace(step="a")), "step is"

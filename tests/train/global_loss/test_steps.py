@@ -254,3 +254,19 @@ def test_a_loss_that_is_cast_at_its_end_has_the_gradient_of_one_device(dtype, de
     np.testing.assert_allclose(
         found["w"][:4, :8], jax.grad(loss)(params, x)["w"], rtol=1e-5, atol=1e-6
     )
+
+
+def test_the_gradient_of_a_float8_parameter_is_divided_in_float32():
+    def loss(p, b):
+        y = jnp.square(jnp.tanh(b["x"] @ p["w"].astype(jnp.float32))).mean(1)
+        return (y * b["mask"]).sum() / b["mask"].sum()
+
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(4, 8)), jnp.float8_e4m3fn)}
+    b = {"x": rng.normal(size=(6, 4)).astype(np.float32), "mask": np.float32([1, 0, 1, 1, 0, 1])}
+    mesh = gshard.make_mesh(devices=jax.devices()[:2])
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "os", min_shard_size=0)
+    _, found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, b)
+    assert found["w"].dtype == jnp.float8_e4m3fn
+    wanted = jax.grad(loss)(params, b)["w"].astype(np.float32)
+    np.testing.assert_allclose(found["w"].astype(np.float32), wanted, atol=0.1 * abs(wanted).max())
