@@ -91,6 +91,7 @@ class GlobalEvaluator:
       exchanges: whether an all-to-all may change which dimension is sharded: where parameters are
         kept on the axis.
       other_axes: the axes that share the examples of the traced values.
+      bodies: how many bodies, of loops, branches and `jax.checkpoint`, are being evaluated.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class GlobalEvaluator:
         self.limit: int | None = None
         self.statistics = self._takes_statistics = False
         self.returned: list[bool] = []
-        self._times, self._inside, self._line = 1, 0, ""
+        self._times, self.bodies, self._line = 1, 0, ""
 
     @property
     def is_last(self) -> bool:
@@ -146,13 +147,13 @@ class GlobalEvaluator:
         values = [Value(place, v.aval, x, depends=True) for v, place, x in given]
         for value, statistic in zip(values, statistics, strict=False):
             value.statistic = statistic
-        self._inside += 1
+        self.bodies += 1
         try:
             out = self.evaluate(jaxpr, consts, values)
             self.returned = [x.statistic for x in out]
             return [self.convert(x, place) for x, place in zip(out, results, strict=True)]
         finally:
-            self._inside -= 1
+            self.bodies -= 1
 
     def _value(self, variable: Any, x: Any) -> Value:
         if isinstance(x, Value):
@@ -325,7 +326,7 @@ class GlobalEvaluator:
 
     def _sum_of_micro_batches(self, value: Value, eqn: Any) -> Any:
         """Returns a sum over all micro-batches, which a pass before this one has computed."""
-        if value.placement != PARTIAL or value.depends or self._inside:
+        if value.placement != PARTIAL or value.depends or self.bodies:
             raise self.one_batch_error(eqn)
         if self.known:
             return self.known.pop(0)

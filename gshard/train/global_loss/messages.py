@@ -64,6 +64,12 @@ def one_batch_error(evaluator: Evaluator, eqn: Any) -> GShardError:
                 "micro-batches: the sum of each would be rounded. Keep sums in float32, as "
                 "losses.astype(jnp.float32).mean() does, or pass micro_batches=1."
             )
+    if eqn is not None and eqn.primitive.name == "div" and evaluator.bodies:
+        return GShardError(
+            f"{place} divides inside jax.checkpoint, a loop or a branch, and the batch comes in "
+            f"{count} micro-batches, whose sums are known outside alone. Return both sums from "
+            "there and divide them outside, or pass micro_batches=1."
+        )
     if eqn is not None and eqn.primitive.name in ("debug_print", "debug_callback"):
         return GShardError(
             f"{place} needs a value computed from all examples, but the batch comes in {count} "

@@ -31,6 +31,7 @@ class Evaluator(Protocol):
     limit: int | None
     of_examples: bool
     exchanges: bool
+    bodies: int
     returned: list[bool]
     gathers: int
     transfers: list[Transfer]

@@ -35,8 +35,8 @@ def loss_fn(p: Any, b: Any) -> Any:
     return mean, {"count": (b["mask"] > 0).sum()}
 
 
-def sharded(mesh: str) -> Any:
-    how, n = MESHES[mesh]
+def sharded(name: str) -> Any:
+    how, n = MESHES[name]
     keep = {"w": ("expert", 1)} if "expert" in how else None
     mesh = gshard.make_mesh(devices=jax.devices()[:n], **how)
     given = PARAMS, optax.sgd(0.1)

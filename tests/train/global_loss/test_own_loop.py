@@ -161,6 +161,9 @@ def test_what_cannot_be_is_refused_with_the_line():
 
     fails(rmse, " needs all examples.*per_micro_batch", micro_batches=2)
 
+    recomputed = jax.checkpoint(lambda p, b: losses(p, b).sum() / b["mask"].sum())
+    fails(recomputed, " divides inside jax.checkpoint.*divide them outside", micro_batches=2)
+
     def printed(p: Any, b: Any) -> Any:
         loss = losses(p, b).mean()
         jax.debug.print("loss {}", loss)
