@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import core
 
-from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, some
-from gshard._util.pytree import differences, flatten
+from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, did_you_mean, some
+from gshard._util.pytree import differences, flatten, path_of
 from gshard._util.validation import shown
 from gshard.pytorch.even import Even
 from gshard.pytorch.greedy import Greedy
@@ -116,6 +116,7 @@ def _checked(grads: Any, engine: Even | Greedy) -> tuple[Any, tuple[int, ...]]:
         return grads, ()
     names, params, _ = flatten(engine.target.values())
     paths, leaves, _ = flatten(grads)
+    _check_missing(grads, names)
     if paths == [""] and names != [""]:
         raise ArgumentTypeError(
             f"step: grads={shown(grads)} are not a tree like the parameters: {some(names)}."
@@ -138,6 +139,22 @@ def _checked(grads: Any, engine: Even | Greedy) -> tuple[Any, tuple[int, ...]]:
             raise GShardError(f"step: the gradient of {name} has shape {shape}, not {x.shape}.")
     skipped = tuple(i for i, name in enumerate(names) if name not in given)
     return [given[name] for name in names if name in given], skipped
+
+
+def _check_missing(grads: Any, names: Sequence[str]) -> None:
+    """Refuses a None for what is no parameter and no part of the model, such as a typo."""
+    pairs = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda x: x is None)
+    parts = {
+        "/".join(keys[:i]) for keys in (x.split("/") for x in names) for i in range(len(keys) + 1)
+    }
+    for path in (path_of(keys) for keys, x in pairs if x is None):
+        if path not in parts:
+            part = path.replace(".", "/")
+            say = f" Write grads[{']['.join(map(repr, part.split('/')))}] = None."
+            raise GShardError(
+                f"step: the gradient of {path!r} is None, and there is no such part of the model."
+                f"{say if part in parts else did_you_mean(path, parts)}"
+            )
 
 
 def _called(closure: Any, keep: Any) -> tuple[Any, Any]:

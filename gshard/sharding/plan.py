@@ -378,10 +378,11 @@ def check_state(state: Any, plan: Plan, call: str, inference: bool = False) -> N
 
 def check_optimizer(state: Any, plan: Plan, call: str) -> None:
     """Refuses a state whose optimizer was replaced, since the plan's would be used instead."""
-    tx = plan.kind.tx(state)
-    if not isinstance(tx, ShardedTransformation):
+    tx, same = plan.kind.tx(state), plan.kind.trains_the_same(state)
+    if not isinstance(tx, ShardedTransformation) or not same:
+        what = "optimizer" if same else "wrt= of the optimizer"
         raise GShardError(
-            f"{call}: the optimizer of this state was replaced, and the plan's would be used. Keep "
+            f"{call}: the {what} of this state was replaced, and the plan's would be used. Keep "
             "the one that gshard.shard_train_state returned; for another optimizer shard "
             "plan.unwrap(state).replace(tx=...) again; with NNX model, _ = plan.unwrap((model, "
             "optimizer)), then (model, nnx.Optimizer(model, tx, wrt=...)). (A learning rate can "

@@ -74,8 +74,14 @@ class TreeChecker:
             )
             if any("/hyperparams/" in text for text in wrong):
                 advice = "Set a hyperparameter to a number, such as 1e-3."
+            elif any(", stored as " in text for text in wrong):
+                advice = (
+                    "To go on with full weights that were put into it, shard plan.unwrap(state) "
+                    "again."
+                )
+            it = "them" if self._what.endswith(" are") else "it"
             raise GShardError(
-                f"{self._what} not as the plan stores it: {some(wrong, most=3)}. Pass what "
+                f"{self._what} not as the plan stores {it}: {some(wrong, most=3)}. Pass what "
                 f"gshard.shard_train_state or a step of this plan returned. {advice}"
             )
         leaves = [_placed(x, wanted) for x, wanted in zip(leaves, self._leaves, strict=True)]

@@ -149,6 +149,11 @@ class Kind(Protocol):
     def check(self, state: Any) -> None:
         """Raises a GShardError for a state that cannot be sharded."""
 
+    def trains_the_same(self, state: Any) -> bool:
+        """Whether the optimizer of a state trains what it did when the plan was made."""
+        del state
+        return True
+
     def check_step(self, state: Any) -> None:
         """Raises a GShardError for a state whose own update `make_train_step` would not call."""
 

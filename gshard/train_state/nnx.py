@@ -69,6 +69,9 @@ class Nnx(Kind):
             parts, opt_state=nnx.as_pure(optimizer.opt_state), step=optimizer.step.get_value()
         )
 
+    def trains_the_same(self, state: Any) -> bool:
+        return state[1].wrt is self.wrt or state[1].wrt == self.wrt
+
     def check_step(self, state: Any) -> None:
         kinds = (x for x in type(state[1]).__mro__ if not x.__module__.startswith("gshard."))
         if next(x for x in kinds if "update" in vars(x)) is not nnx.Optimizer:

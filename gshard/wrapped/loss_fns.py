@@ -80,8 +80,9 @@ def check_closure(loss_fn: Any, model: nnx.Module) -> None:
     if read := [name for name, x in (closure | found).items() if _has_arrays(x)]:
         warn(
             f"backward: the loss reads {some(read)} from outside. The current values are compiled "
-            "in. If they will change, make them a part of the wrapped model, and set their "
-            'gradient to None before each optimizer.step(): model.grads["teacher"] = None '
+            "in. If they will change, make them a part of the wrapped model that is not trained: "
+            "nnx.Optimizer(model, tx, wrt=nnx.All(nnx.Param, nnx.PathContains('student'))), or "
+            "with gshard.pytorch model.grads['teacher'] = None before each optimizer.step() "
             "(docs/losses.md, What a loss reads from outside)."
         )
 

@@ -161,7 +161,16 @@ def differing_names(missing: list[str], unknown: list[str], whose: str) -> str:
 
 
 def advice_on_names(values: Mapping[str, Any], stored: NamedArrays) -> str:
-    """Says where the names are in another library's checkpoint; empty if nothing suggests it."""
+    """Says what else a state dict is, or what can be done with it."""
+    inner = [any(name.startswith("inner.") for name in names) for names in (values, stored)]
+    if values.keys() >= {"state", "param_groups"} or inner == [True, False]:
+        return " It is the state of an optimizer."
+    modules = [name.removesuffix("weight") for name in values if name.endswith("weight")]
+    if any(x + own in stored for x in modules for own in ("kernel", "scale", "embedding")):
+        return (
+            " These are PyTorch's names, with transposed kernels: save it as a .safetensors file, "
+            "and read that with gshard.load_safetensors((model, optimizer), file, name_map=...)."
+        )
     for name, entry in values.items():
         if isinstance(entry, Mapping) and stored.keys() & entry.keys():
             return f" Its entry {name!r} has such names: pass that entry."
@@ -170,6 +179,14 @@ def advice_on_names(values: Mapping[str, Any], stored: NamedArrays) -> str:
             short = f"{{name.removeprefix('{start}.'): x for name, x in state_dict.items()}}"
             return f" Its names begin with '{start}.', which the target's do not: pass {short}."
     return ""
+
+
+def advice_on_strict(values: Mapping[str, Any], stored: NamedArrays) -> str:
+    """`advice_on_names`, or that the names that both have can be set."""
+    advice = advice_on_names(values, stored)
+    if not advice and stored.keys() & values.keys():
+        return " With strict=False the names that both have are set."
+    return advice
 
 
 def set_model(model: Any, values: Any, stored: NamedArrays) -> tuple[list[str], list[str]]:

@@ -24,7 +24,7 @@ from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.compiled_fns import OnModel, split_inputs
 from gshard.wrapped.state_dict import (
     NamedArrays,
-    advice_on_names,
+    advice_on_strict,
     check,
     differing_names,
     full_values,
@@ -102,7 +102,11 @@ class Wrapped(Keeping):
         "set_requires_gradient_sync": "Call backward within `with model.no_sync():`.",
         "named_modules": "Call nnx.iter_modules(model).",
         "modules": "Call nnx.iter_modules(model).",
-        "requires_grad_": 'To freeze "head" for a step, set model.grads["head"] = None before it.',
+        "requires_grad_": (
+            'To freeze "head", train the rest: nnx.Optimizer(model, tx, wrt=nnx.All(nnx.Param, '
+            'nnx.PathContains("body"))). With gshard.pytorch set model.grads["head"] = None before '
+            "each step."
+        ),
         "register_comm_hook": "bucket_cap_mb= and no_sync() say how and when gradients are sent.",
     }
 
@@ -138,8 +142,9 @@ class Wrapped(Keeping):
     def grads(self) -> Any:
         """The reduced gradients as an `nnx.State`, or None: the sum over calls of `backward`.
 
-        They can be set, to others of the same structure, such as clipped ones, or to None, which
-        drops them. `model.grads["head"] = None` drops those of a part.
+        At `p_g_os` they are sharded, and padded with zeros where dimensions do not divide. They can
+        be set, to others of the same structure, such as clipped ones, or to None, which drops them.
+        With `gshard.pytorch`, `model.grads["head"] = None` drops those of a part.
 
         Raises:
           GShardError: some are not reduced yet, or the optimizer updates during `backward`.
@@ -256,8 +261,8 @@ class Wrapped(Keeping):
         found = LoadedNames(*check(state_dict, stored, "load_state_dict"))
         if flag("strict", strict) and (strange := differing_names(*found, "the model")):
             raise GShardError(
-                f"load_state_dict: {strange}.{advice_on_names(state_dict, stored)} Nothing was "
-                "changed. With strict=False the names that both have are set."
+                f"load_state_dict: {strange}.{advice_on_strict(state_dict, stored)} Nothing was "
+                "changed."
             )
         set_values(self, state_dict, stored)
         return found

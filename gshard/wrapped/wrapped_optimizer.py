@@ -114,7 +114,7 @@ class WrappedOptimizer(Keeping):
         )
 
     def get_lr(self) -> float:
-        """Returns the learning rate of the next step."""
+        """Returns the learning rate of the next step; with a schedule, that of the last one."""
         return float(self._gshard_hyperparams("get_lr")[LEARNING_RATE])
 
     def set_lr(self, value: Any) -> None:

@@ -103,6 +103,24 @@ def prefixed(_):
     model.load_state_dict({f"module.{name}": x for name, x in model.state_dict().items()})
 
 
+def of_pytorch(_):
+    model = gshard.pytorch.DistributedDataParallel(plain())
+    model.load_state_dict({"weight": np.ones((8, 16)), "bias": np.ones(8)})
+
+
+def of_an_optimizer(_):
+    model = gshard.pytorch.DistributedDataParallel(plain())
+    model.load_state_dict(zero().state_dict())
+
+
+def no_gradient_of(name: str) -> None:
+    model = gshard.pytorch.DistributedDataParallel(nnx.Sequential(plain()))
+    optimizer = ZeRO(model.parameters(), optax.adamw, lr=0.1)
+    model.backward(model_loss, BATCH)
+    model.grads[name] = None
+    optimizer.step()
+
+
 def edited_state(_):
     """`lr` of a saved state is changed before it is loaded, as PyTorch's users do."""
     own = zero()
@@ -242,6 +260,20 @@ ROWS = {
     ),
     "names with the prefix of PyTorch's DDP": refused(
         prefixed, "Its names begin with 'module.'", "name.removeprefix('module.')"
+    ),
+    "a state dict of PyTorch": refused(
+        of_pytorch, "These are PyTorch's names, with transposed kernels", "name_map="
+    ),
+    "an optimizer's state dict for a model": refused(
+        of_an_optimizer, "It is the state of an optimizer.", "Nothing was changed"
+    ),
+    "None for the gradient of no part of the model": refused(
+        lambda _: no_gradient_of("layer"),
+        "the gradient of 'layer' is None",
+        "Did you mean 'layers'?",
+    ),
+    "None for the gradient of a part by its name in a state dict": refused(
+        lambda _: no_gradient_of("layers.0"), "Write grads['layers']['0'] = None."
     ),
     "a whole checkpoint for an optimizer": refused(
         lambda _: local_state(lambda own: {"optimizer": own, "epoch": 3}),

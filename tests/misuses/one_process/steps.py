@@ -165,6 +165,12 @@ def tx_of_pair(_):
     step(model, optimizer, BATCH)
 
 
+def wrt_of_pair(_):
+    (model, optimizer), _, step = nnx_kept()
+    optimizer.wrt = nnx.All(nnx.Param, nnx.PathContains("kernel"))
+    step(model, optimizer, BATCH)
+
+
 STEPS = (5, np.int64(5), np.array(5), jnp.int32(5))
 
 
@@ -374,6 +380,9 @@ ROWS = {
         *("the optimizer of this state", "plan.unwrap(state)", "inject_hyperparams"),
     ),
     "another optimizer put into a pair of NNX": refused(tx_of_pair, "the optimizer of this state"),
+    "another wrt= put into the optimizer of NNX": refused(
+        wrt_of_pair, "the wrt= of the optimizer of this state was replaced", "plan.unwrap"
+    ),
     "a hyperparameter of another dtype": refused(
         lambda _: with_hyperparameter("learning_rate", np.float16([0.1])),
         *("learning_rate is float16[1], stored as float32[]", "a number, such as 1e-3"),
