@@ -75,6 +75,21 @@ def test_rows_are_means_of_their_steps_also_the_last_short_one(tmp_path):
         assert "mfu" not in row and "tokens_per_second" not in row
 
 
+def test_steps_count_whose_result_was_not_given(tmp_path):
+    """`if n % 5 == 0: metrics.step(info)`."""
+    state, _, step = make()
+    with gshard.Metrics(tmp_path, every=2, writers=[]) as metrics:
+        for n in range(1, 21):
+            state, info = step(state, batch(float(n)))
+            if n % 5 == 0:
+                metrics.step(info)
+    rows = read(tmp_path)
+    assert [row["step"] for row in rows] == [10, 20]
+    assert [row["steps"] for row in rows] == [10, 10]
+    for row in rows:
+        assert row["examples_per_second"] == pytest.approx(EXAMPLES / row["step_time"])
+
+
 def test_step_time_is_wall_time_and_data_time_is_part_of_it(tmp_path):
     state, plan, step = make()
     state, _ = step(state, batch())

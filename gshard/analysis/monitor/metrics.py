@@ -16,7 +16,7 @@ from gshard._util import activity, events
 from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, warn
 from gshard._util.validation import check_integer, shown
 from gshard.analysis.monitor.mfu import chip_of_step, kind_of, model_flops, seconds_at_peak
-from gshard.analysis.monitor.step_calls import Program, StepCalls, batch_of
+from gshard.analysis.monitor.step_calls import Program, StepCalls, batch_of, steps_of
 from gshard.analysis.monitor.window import Window, memory, sizes_of
 from gshard.analysis.monitor.writers import JsonLines, SafeWriter, writer_of
 from gshard.checkpoint.disk import as_directory
@@ -133,7 +133,7 @@ class Metrics:
         self._count += 1
         window, programs = self._window, self._calls.take()
         examples, tokens = self._sizes(batch, programs)
-        window.add(info, examples, tokens)
+        window.add(info, examples, tokens, steps_of(programs))
         window.number = self._count if number is None else check_integer("number", number, 0)
         window.calls = None if number is not None else self._calls.calls
         window.programs.update(programs)

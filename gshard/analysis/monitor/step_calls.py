@@ -64,6 +64,14 @@ class StepCalls:
         return taken
 
 
+def steps_of(programs: Counter[Program]) -> int:
+    """How many steps these calls are: of several in turn, as for a GAN, the calls of one."""
+    calls = Counter[TrainStep]()
+    for (step, *_), number in programs.items():
+        calls[step] += number
+    return max(calls.values(), default=1)
+
+
 def _form(x: jax.Array) -> Any:
     return x.shape, x.dtype, x.sharding  # they compare faster than a `ShapeDtypeStruct`
 

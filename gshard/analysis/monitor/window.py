@@ -25,7 +25,8 @@ class Window:
     """Some steps in a row.
 
     Attributes:
-      infos: what each step returned: scalars by name, still on the devices.
+      infos: what the steps returned: scalars by name, still on the devices.
+      steps: how many there were, with those whose result was not given.
       examples: global examples of all steps; None once a step's are not known.
       tokens: the same of tokens.
       number: that of the last step as the user gave it, or counted here.
@@ -37,6 +38,7 @@ class Window:
     """
 
     infos: list[dict[str, Any]] = field(default_factory=list)
+    steps: int = 0
     examples: int | None = 0
     tokens: int | None = 0
     number: int = 0
@@ -46,11 +48,14 @@ class Window:
     seconds: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)
 
-    def add(self, info: Mapping[str, Any], examples: int | None, tokens: int | None) -> None:
-        """Adds a step."""
+    def add(
+        self, info: Mapping[str, Any], examples: int | None, tokens: int | None, steps: int = 1
+    ) -> None:
+        """Adds a step, and those before it of which nothing else is known."""
         self.infos.append(scalars_of(info))
-        self.examples = _sum(self.examples, examples)
-        self.tokens = _sum(self.tokens, tokens)
+        self.steps += steps
+        self.examples = _sum(self.examples, None if examples is None else examples * steps)
+        self.tokens = _sum(self.tokens, None if tokens is None else tokens * steps)
 
     def is_ready(self) -> bool:
         """Whether the devices have finished its steps."""
@@ -88,8 +93,8 @@ class Window:
             number = self.calls - int(means.get("skipped_steps", 0))
         scalars: dict[str, float] = {
             **means,
-            "steps": len(self.infos),
-            "step_time": self.seconds / len(self.infos),
+            "steps": self.steps,
+            "step_time": self.seconds / self.steps,
         }
         for name in ("examples", "tokens"):
             if (count := getattr(self, name)) is not None and self.seconds:
