@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--nproc_per_node", type=int, metavar="N", help="processes on this machine (default: "
         "one for each device of --devices, else for each visible GPU, else 1)")  # fmt: skip
-    add("--nnodes", default="1", metavar="N|MIN:MAX", help="machines of the job (default 1); with "
+    add("--nnodes", metavar="N|MIN:MAX", help="machines of the job (default 1); with "
         "MIN:MAX the job is elastic: it runs with as many of MAX as are there, and starts again "
         "with those that are left when one is lost")  # fmt: skip
     add("--rank", type=int, metavar="R", help="this machine's number, from 0; with --nnodes. An "
@@ -253,9 +253,9 @@ def request(words: list[str]) -> Request:
     for name, (default, least, unit, _, _) in _INTEGERS.items():
         if (value := getattr(asked, name)) is not default:
             check_integer(f"--{name}", value, least, unit)
-    _read_machines(asked)
     if asked.master is not None:
         asked.master = address(asked.master, "--master")
+    _read_machines(asked)
     _check_machines(asked)
     if asked.elastic is None:
         asked.rank = asked.rank or 0
@@ -305,6 +305,14 @@ def _wrong_module(name: str) -> str:
 
 def _read_machines(asked: Request) -> None:
     """Reads `--nnodes`, and the options that only an elastic job has."""
+    if asked.nnodes is None:
+        elsewhere = isinstance(asked.master, Address) and not is_loopback(asked.master.host)
+        if asked.rank is not None or elsewhere:
+            raise GShardError(
+                "--rank and --master are for a job of several machines: give --nnodes N too, or "
+                "leave them out."
+            )
+        asked.nnodes = 1
     found = parse_machines(str(asked.nnodes))
     asked.elastic = found if isinstance(found, Machines) else None
     asked.nnodes = found.most if isinstance(found, Machines) else found
@@ -327,12 +335,9 @@ def _read_machines(asked: Request) -> None:
 
 def _check_machines(asked: Request) -> None:
     rank, machines, master = asked.rank, asked.nnodes, asked.master
-    if machines == 1 and asked.elastic is None:
-        if rank not in (None, 0):
-            raise GShardError(f"--rank {rank} needs --nnodes, the number of machines.")
-        return
+    is_alone = machines == 1 and asked.elastic is None
     needs_rank = rank is None and asked.elastic is None
-    if needs_rank or not isinstance(master, Address):
+    if not is_alone and (needs_rank or not isinstance(master, Address)):
         meanings = {
             "rank": "--rank, the number of this machine, from 0",
             "master": "--master, 'host:port' of machine 0, the same on all machines",
@@ -347,6 +352,8 @@ def _check_machines(asked: Request) -> None:
             f"--rank {rank} is out of range: with --nnodes {asked.elastic or machines} ranks run "
             f"from 0 to {machines - 1}."
         )
+    if is_alone or not isinstance(master, Address):
+        return
     if asked.elastic is not None and is_loopback(master.host):
         return  # to try it out: all launchers are on this machine
     # Debian and Ubuntu write a machine's own name into its /etc/hosts as 127.0.1.1.

@@ -373,7 +373,13 @@ BAD = {
         "--nproc_per_node: invalid int value: 'two'",
     ),
     "no processes": (["--nproc_per_node", "0", SCRIPT], "--nproc_per_node=0"),
-    "rank alone": (["--rank", "1", SCRIPT], "--rank 1 needs --nnodes"),
+    "rank alone": (["--rank", "1", SCRIPT], "give --nnodes N too, or leave them out"),
+    "rank 0 alone": (["--rank", "0", SCRIPT], "--rank and --master are for a job of several"),
+    "an address alone": (["--master", "10.0.0.1:1", SCRIPT], "--rank and --master are for a job"),
+    "one machine of several": (
+        ["--nnodes", "1", "--rank", "1", SCRIPT],
+        "--rank 1 is out of range: with --nnodes 1 ranks run from 0 to 0",
+    ),
     "one for each GPU": (
         ["--nproc_per_node", "auto", SCRIPT],
         "Leave it out for one process per GPU",
@@ -435,6 +441,12 @@ def test_bad_input_is_refused_in_words(case, monkeypatch, capsys):
     found = capsys.readouterr().err
     assert found.startswith("error: ")
     assert said in found
+
+
+def test_a_script_for_several_machines_runs_on_one():
+    words = ["--nnodes", "1", "--rank", "0", "--master", "10.0.0.1:1", SCRIPT]
+    assert request(words).world_size == 1
+    assert request(["--master", "127.0.0.1:1", SCRIPT]).world_size == 1
 
 
 def test_it_can_be_started_as_pytorchs_and_paddles_are():
