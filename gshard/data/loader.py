@@ -74,7 +74,8 @@ class DataLoader:
         `np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(epoch,)))
         .permutation(len(source))`, 8 bytes for each example.
       shuffle: False keeps the order of the source.
-      num_epochs: epochs that one `for` gives; None for no end.
+      num_epochs: epochs until a `for` ends; None for no end. One that resumes ends where the
+        interrupted one would have.
       drop_remainder: leave out the examples that do not fill a batch at the end of an epoch. With
         False the last batch is smaller, and must be a multiple of the devices too. The default,
         None, drops them, and warns if `shuffle` is False, because the same examples are then missed
@@ -145,6 +146,7 @@ class DataLoader:
         self._order: tuple[int, np.ndarray] | None = None  # an epoch, and its permutation
         self._epoch = self._position = 0
         self._iteration = 0  # how often an iteration began, or a state was loaded
+        self._is_restored = False  # and no iteration began since
 
     def _warn_of_unread(self, size: int) -> None:
         left = self._source.length % size
@@ -245,6 +247,7 @@ class DataLoader:
             )
         self._epoch, self._position = given["epoch"], given["position"]
         self._iteration += 1
+        self._is_restored = True
 
     def __iter__(self) -> Iterator[Any]:
         """Iterates from the current position to the end of the epoch, or of `num_epochs`.
@@ -256,11 +259,23 @@ class DataLoader:
         """
         self._iteration += 1
         self._epoch, self._position = self._next()  # after a `break` at the last batch
+        if self._is_restored:
+            self._warn_of_more_epochs()
+            self._is_restored = False
         if self._plan.mesh.is_multi_process:
             form = [*self._source.form, f"pad_last={self._pads}"]
             compare_loaders(self.state_dict(), form, self._source.sample, self._plan)
             compare_losses(self._plan)
         return self._iterate(self._iteration)
+
+    def _warn_of_more_epochs(self) -> None:
+        epoch, count = self._epoch, self._num_epochs or 1
+        if count > 1 and epoch and not epoch % count and not self._position:
+            warn(
+                f"the state was saved after {epoch} epochs, where a `for` with num_epochs={count} "
+                f"ends, so this `for` begins {count} more. If the training was complete, begin it "
+                f"only `if loader.epoch < {epoch}`."
+            )
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
         ahead = map_ahead(self._batches_from_here(), self._batch, self._prefetch)

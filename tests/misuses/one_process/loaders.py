@@ -9,7 +9,7 @@ import numpy as np
 
 import gshard
 from tests.misuses.small import BATCH, Tensor, kept
-from tests.misuses.table import raw, refused, right
+from tests.misuses.table import raw, refused, right, warned
 
 DATA = {"x": np.arange(32, dtype=np.float32), "i": np.arange(32)}
 
@@ -51,9 +51,18 @@ def emptied(_):
     return (len(list(own)), len(list(own))), (4, 4)
 
 
-def restored(change: Any) -> Any:
-    own = loader()
+def restored(change: Any, **options: Any) -> Any:
+    own = loader(**options)
     own.load_state_dict(change(own.state_dict()))
+    return own
+
+
+def finished_twice(num_epochs: int) -> Any:
+    """A script that has trained to its end, and is started again."""
+    own = restored(lambda s: {**s, "epoch": 3}, num_epochs=num_epochs)
+    for _ in range(own.epoch, 3) if num_epochs == 1 else [0]:
+        list(own)
+    return own.epoch, 3
 
 
 class Uneven:
@@ -171,6 +180,10 @@ ROWS = {
     "a state beyond the epoch": refused(
         lambda _: restored(lambda s: {**s, "position": 99}), "99", "4 batches"
     ),
+    "the state of a finished for of 3 epochs": warned(
+        lambda _: finished_twice(3), "begins 3 more.", "`if loader.epoch < 3`"
+    ),
+    "the state of a finished loop over 3 epochs": right(lambda _: finished_twice(1)),
     "a loader's state with the data in another order": refused(
         lambda _: loader({name: x[::-1] for name, x in DATA.items()}).load_state_dict(
             loader().state_dict()
