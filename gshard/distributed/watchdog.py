@@ -173,9 +173,8 @@ class Watchdog:
         """Whether a wait ends the job."""
         if not self._hang_timeout or wait.what_runs is self._at_end:  # JAX ends that one
             return False
-        ranks = wait.what_runs.ranks
-        if any(x.has_ended and (ranks is None or not ranks.isdisjoint(x.ranks)) for x in groups):
-            return True  # one that it waits for makes no further call
+        if _ended(wait, groups):
+            return True
         # A process may compile or write, all may be in one long call, or nothing is known.
         uncertain = len(groups) < 2 or any(group.is_busy for group in groups)
         return wait.seconds >= self._hang_timeout * (_BUSY if uncertain else 1)
@@ -253,6 +252,12 @@ class Watchdog:
             advice = (
                 "A call in `except` or `finally` waits for processes that had no such exception. "
                 "The exception is with the stacks, in the log of that process."
+            )
+        elif ended := _ended(wait, groups):
+            advice = (
+                f"No further call comes from process{'es' if len(ended) > 1 else ''} "
+                f"{some(ended, 8)}, where the script has ended: look for a loop that ended earlier "
+                "there, or a call under `if rank == 0`."
             )
         else:
             advice = (
@@ -345,6 +350,13 @@ class _Devices:
                 activity.wait_until_ready(call)
                 self.longest = max(self.longest, time.monotonic() - self.since)
                 self.unfinished, self._finished = None, call
+
+
+def _ended(wait: _Wait, groups: list[Group]) -> list[int]:
+    """The ranks that a wait waits for, and whose scripts have ended: they make no further call."""
+    ranks = wait.what_runs.ranks
+    ended = [rank for group in groups if group.has_ended for rank in group.ranks]
+    return ended if ranks is None else sorted(ranks.intersection(ended))
 
 
 _SAME_CALLS = "All processes must make the same calls, in the same order."

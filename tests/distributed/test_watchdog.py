@@ -104,6 +104,8 @@ def test_a_script_that_ends_early_ends_the_job_at_once(tmp_path, case):
     code, said, logs = run(tmp_path, case, "--hang_timeout", "600")
     assert code == 1 and time.monotonic() - began < 60
     assert "has waited" in said and "Process 1: at the end of its script, after call 6" in logs[0]
+    assert "No further call comes from process 1, where the script has ended" in logs[0]
+    assert "raise hang_timeout" not in logs[0]
 
 
 @pytest.mark.slow
