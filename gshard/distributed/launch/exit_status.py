@@ -219,6 +219,11 @@ _MEANINGS = (
         ", then gshard.distributed.process_index() and process_count().",
     ),
     (
+        r"Error: (coordinator_address should be defined|distributed\.initialize should only)",
+        "The script calls jax.distributed.initialize(). Under gshard launch call "
+        "gshard.distributed.initialize() instead.",
+    ),
+    (
         r"ModuleNotFoundError|No module named",
         "A package is missing in the Python that runs the job.",
     ),

@@ -688,6 +688,8 @@ def test_a_job_that_hung_is_reported_by_what_its_watchdog_said():
         (End(0, 0, work=Work(cut_off=True)), "os._exit(0)"),
         (End(0, -6, (), "Is there a distributed collective mismatch in your code?"), "rank == 0"),
         (End(0, 1, (), "KeyError: 'RANK'"), "gshard.distributed.process_index()"),
+        (End(0, 1, (), "ValueError: coordinator_address should be defined."), "gshard.distributed"),
+        (End(0, 1, (), "Error: distributed.initialize should only be called once."), "instead"),
         (End(0, 1, (), "ValueError: of the user"), ""),
     ],
 )
