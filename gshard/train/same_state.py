@@ -36,8 +36,12 @@ from gshard.sharding.plan import Plan, describe_layout
 from gshard.train.optim.optimizer_info import optimizer_lines
 
 _LIBRARIES = ("gshard", "jax", "jaxlib", "flax", "optax")
+_SETTINGS = ("jax_enable_x64", "jax_default_prng_impl", "jax_default_matmul_precision")
 ADVICE = {
     "versions": "Install the same versions for every process.",
+    "JAX's settings": (
+        "Set the same environment variables (JAX_...) and the same jax.config on every process."
+    ),
     "the mesh": "Make the same mesh on every process.",
     "the use of the mesh axes": (
         "Give shard_train_state the same keep=, shard_axes=, replica_axes= and sequence_order= on "
@@ -133,6 +137,7 @@ def plan_facts(plan: Plan) -> dict[str, list[str]]:
     ids = [] if isinstance(mesh, AbstractMesh) else [str(d.id) for d in mesh.devices.flat]
     return {
         "versions": _versions(),
+        "JAX's settings": [f"{name}={getattr(jax.config, name)}" for name in _SETTINGS],
         "the mesh": [str(dict(mesh.shape)), *ids],
         "the use of the mesh axes": [
             f"data axes {plan.data_axes}, {plan.sequence_order} sequences"

@@ -338,6 +338,14 @@ def swapped_steps(rank: int) -> Any:
     return make(small.loss_fn, plan)(state, own(rank))
 
 
+def with_another_setting(rank: int) -> Any:
+    """As `JAX_DEFAULT_MATMUL_PRECISION` in the environment of one process."""
+    import jax
+
+    with jax.default_matmul_precision(("default", "float32")[rank]):
+        return shard(rank)
+
+
 def in_another_order(rank: int) -> Any:
     import jax
 
@@ -443,6 +451,10 @@ ROWS: dict[str, Row] = {
     "another number of examples for the output of a wrapped model": refused(called(-1), "examples"),
     "a train step on one process, an eval step on the other": refused(
         swapped_steps, "do not run the same program"
+    ),
+    "another setting of JAX": refused(
+        with_another_setting,
+        *("JAX's settings: jax_default_matmul_precision=default on process", "JAX_..."),
     ),
     "a mesh of its own devices on each process": right(trains_alone),
     "the devices of the mesh in another order": refused(in_another_order, "mesh"),
