@@ -80,15 +80,17 @@ def exchange_texts(
         return _exchange(text, partial(_all_gather, mesh=mesh, call=_DATA), full)
 
 
-def all_gather_text(text: str, mesh: Mesh | None = None, *, what: str) -> dict[int, str]:
+def all_gather_text(
+    text: str, mesh: Mesh | None = None, *, what: str, shown: str = ""
+) -> dict[int, str]:
     """All-gathers a text of any length from every process (of a mesh, if one is given), by rank.
 
-    `what` names the call for what the watchdog says when it waits long.
+    `what` names the call, the same on all; `shown` is what the watchdog says of it instead.
     """
     if not mesh.is_multi_process if mesh is not None else jax.process_count() == 1:
         return {jax.process_index(): text}
     everyone = Mesh(np.array(jax.devices()), ("all",)) if mesh is None else mesh
-    with doing(what, waits=True, mesh=mesh):
+    with doing(shown or what, waits=True, mesh=mesh):
         return _exchange(text, partial(_all_gather, mesh=everyone, call=what), full=True)
 
 
@@ -107,13 +109,16 @@ def check_same_call(texts: Mapping[int, str], call: str) -> dict[int, str]:
     return {rank: text.partition("\n")[2] for rank, text in texts.items()}
 
 
-def find_differences(call: str, facts: Mapping[str, Sequence[str]], mesh: Mesh) -> list[str]:
+def find_differences(
+    call: str, facts: Mapping[str, Sequence[str]], mesh: Mesh, shown: str = ""
+) -> list[str]:
     """Returns the names of the facts that differ between the processes of a mesh, in order.
 
     Every process of the mesh must call it. A fact is a list of lines, of which a hash is compared.
+    `shown` is what the watchdog calls it, as in `all_gather_text`.
     """
     hashes = {name: hash_of(lines) for name, lines in facts.items()}
-    texts = all_gather_text(f"{call}\n{json.dumps(hashes)}", mesh, what=_WAITS[call])
+    texts = all_gather_text(f"{call}\n{json.dumps(hashes)}", mesh, what=_WAITS[call], shown=shown)
     found = [json.loads(text) for text in check_same_call(texts, call).values()]
     return [name for name in facts if any(x.get(name) != found[0].get(name) for x in found)]
 

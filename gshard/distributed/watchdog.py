@@ -225,7 +225,8 @@ class Watchdog:
             return
         key = tuple(found)
         self._met[key] = number = self._met.get(key, 0) + 1
-        where = f"{call}{at(activity.user_line(sys._getframe()))}"
+        own = [x.what for x in activity.running() if x.thread == threading.get_ident() and x.waits]
+        where = f"{[call, *own][-1]}{at(activity.user_line(sys._getframe()))}"
         meeting = Meeting(found, number, call, where)
         self._loop.call_soon_threadsafe(member.meet, meeting)
         try:

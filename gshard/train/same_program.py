@@ -153,7 +153,9 @@ def compare_programs(plan: Plan, what: str, traced: jax.stages.Traced, options: 
         "the traced program": [line.text for line in lines],
     }
     mesh: Any = plan.mesh
-    differing = find_differences("program", facts, mesh)
+    differing = find_differences(
+        "program", facts, mesh, f"the first call of {what} with these arguments"
+    )
     if not differing:
         return
     name = differing[0]

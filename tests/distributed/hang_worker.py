@@ -78,6 +78,8 @@ def main(case: str, folder: str, patient: str = "") -> None:
                 gshard.full_params(state)
             elif case == "save_safetensors":
                 gshard.save_safetensors(state, f"{folder}/x.safetensors")
+            elif case == "eval step":
+                gshard.make_eval_step(loss_fn, plan)(state, {"x": x, "y": x[:, :8]})
             elif case == "barrier":
                 gshard.distributed.barrier()
             elif case == "a sum":

@@ -72,6 +72,7 @@ def test_a_call_of_one_process_alone_ends_the_job(tmp_path):
         ("save", "in save, at"),
         ("save_safetensors", "in save_safetensors, at"),
         ("barrier", "in barrier(), at"),
+        ("eval step", "in the first call of the eval step of loss_fn ("),
         ("loader sleeps", f"after call 6 {STEP}"),
         ("a sum", f"after call 6 {STEP}"),
         ("smaller batch", "number of examples changed from 8 to 6, at"),

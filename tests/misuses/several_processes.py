@@ -338,6 +338,17 @@ def swapped_steps(rank: int) -> Any:
     return make(small.loss_fn, plan)(state, own(rank))
 
 
+def evaluates_alone(rank: int) -> None:
+    from tests.misuses import small
+
+    state, plan = small.shard()
+    batch = gshard.shard_batch(own(), plan)
+    if rank:
+        gshard.make_eval_step(small.loss_fn, plan)(state, batch)
+    else:
+        gshard.distributed.barrier()
+
+
 def with_another_setting(rank: int) -> Any:
     """As `JAX_DEFAULT_MATMUL_PRECISION` in the environment of one process."""
     import jax
@@ -451,6 +462,9 @@ ROWS: dict[str, Row] = {
     "another number of examples for the output of a wrapped model": refused(called(-1), "examples"),
     "a train step on one process, an eval step on the other": refused(
         swapped_steps, "do not run the same program"
+    ),
+    "an eval step on one process, barrier() on the other": refused(
+        evaluates_alone, "the same call", "the first call of the eval step of loss_fn", "barrier()"
     ),
     "another setting of JAX": refused(
         with_another_setting,
