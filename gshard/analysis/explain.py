@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -81,7 +81,7 @@ def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> 
         level=plan.level.name,
         devices=plan.group.devices,
         group_size=plan.group.size,
-        leaves=state_arrays(plan),
+        leaves=state_arrays(plan, plans),
         planned=plan.bytes_per_device,
         measured=None if abstract else _measure(parts, plan),
         levels={name: level_forecast(other, choices) for name, other in plans.items()},
@@ -91,17 +91,26 @@ def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> 
     )
 
 
-def state_arrays(plan: Plan) -> tuple[StateArray, ...]:
-    """Returns every array of a plan's state as it is stored between steps, largest first."""
+def state_arrays(plan: Plan, plans: Mapping[str, Plan] | None = None) -> tuple[StateArray, ...]:
+    """Returns every array of a plan's state as it is stored between steps, largest first.
+
+    `plans` are those of the same state by level, which say what would change a layout.
+    """
+    known: dict[str, dict[str, Layout]] = {}
+    for name, other in (plans or {}).items():
+        paths, layouts, _ = flatten(other.layouts)
+        known[name] = dict(zip(paths, layouts, strict=True))
     paths, layouts, _ = flatten(plan.layouts)
-    found = [_state_array(path, x, plan) for path, x in zip(paths, layouts, strict=True)]
+    found = [_state_array(path, x, plan, known) for path, x in zip(paths, layouts, strict=True)]
     return tuple(sorted(found, key=lambda x: -x.bytes))
 
 
-def _state_array(path: str, layout: Layout, plan: Plan) -> StateArray:
+def _state_array(
+    path: str, layout: Layout, plan: Plan, known: Mapping[str, Mapping[str, Layout]]
+) -> StateArray:
     local, size = layout.local(), layout.bytes_per_device
     replicated = layout.dim is None and local.size > 1
-    reason, change, marked = _why(path, layout, plan)
+    reason, change, marked = _why(path, layout, plan, known)
     return StateArray(
         path=path,
         part=path.split("/")[0],
@@ -118,7 +127,9 @@ def _state_array(path: str, layout: Layout, plan: Plan) -> StateArray:
     )
 
 
-def _why(path: str, layout: Layout, plan: Plan) -> tuple[str, str, bool]:
+def _why(
+    path: str, layout: Layout, plan: Plan, known: Mapping[str, Mapping[str, Layout]]
+) -> tuple[str, str, bool]:
     """Returns why a leaf is replicated or sharded, what changes that, and whether to mark it."""
     if layout.dim is not None:
         return layout.reason, "", False
@@ -128,8 +139,18 @@ def _why(path: str, layout: Layout, plan: Plan) -> tuple[str, str, bool]:
         return "the loss returns its next value", "", False
     shards = "shards_opt_state" if path.startswith("opt_state/") else "shards_params"
     if not getattr(plan.level, shards):
-        by = next(level.name for level in LEVELS.values() if getattr(level, shards))
-        return f"level {plan.level.name} replicates it on every device", f"level {by}", False
+        why = f"level {plan.level.name} replicates it on every device"
+        there = {name: of[path] for name, of in known.items() if path in of}
+        by = next((name for name, x in there.items() if x.dim is not None), None)
+        if by is not None:
+            return why, f"level {by}", False
+        # The level that would shard it, if the state can have that, and what else keeps it whole.
+        by = next((name for name in there if getattr(LEVELS[name], shards)), None)
+        if by is None:
+            return why, "", False
+        setting = setting_of(there[by].reason)
+        change = f"level {by}, with {setting}" if setting else ""
+        return f"{why}, level {by} too: {there[by].reason}", change, False
     return layout.reason, setting_of(layout.reason), plan.group.size > 1
 
 

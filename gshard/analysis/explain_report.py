@@ -211,8 +211,8 @@ def explanation_text(found: Explanation, most: int | None) -> str:
 def _arrays_table(found: Explanation, most: int | None) -> Table:
     shown, total = found.leaves[:most], sum(x.bytes for x in found.leaves) or 1
     made = text_table(
-        f"Largest arrays ({len(shown)} of {len(found.leaves)} arrays; * replicated although the "
-        "level shards)",
+        f"Largest arrays ({len(shown)} of {len(found.leaves)} arrays; * replicated, although "
+        "this level shards such arrays)",
         ("array", "shape", "layout", "why"),
         ("bytes", "share", "saved if sharded", "padding"),
     )
@@ -305,35 +305,54 @@ def _wire_table(found: Explanation) -> Table:
     )
 
 
-def _answers(found: Explanation) -> Iterator[str]:
-    """Answers to the most frequent questions, one line each."""
-    by_level = Counter[str]()
+def _causes(found: Explanation) -> Iterator[str]:
+    """Says why arrays are replicated, in a line for each cause."""
+    levels = {f"level {name}" for name in found.levels}
+    by_level, never = Counter[str](), list[StateArray]()
     for x in found.leaves:
-        if x.change.startswith("level "):
+        if x.change in levels:
             by_level[x.change] += x.bytes
-    why = "".join(
-        f"Level {found.level} replicates {bytes_of(size)} that {level} shards. "
+        elif x.saved_if_sharded and not x.marked:
+            never.append(x)
+    said = [
+        f"Level {found.level} replicates {bytes_of(size)} that {level} shards."
         for level, size in by_level.items()
-    )
-    if found.marked:
-        size = bytes_of(sum(x.bytes for x in found.marked))
-        why += f"{len(found.marked)} arrays ({size}) although the level shards:"
-    else:
-        why += f"All {'other ' if why else ''}arrays are sharded, except scalars."
-    yield f"  Why is it replicated? {why}"
+    ]
+    groups = [(found.marked, "replicated although this level shards that part of the state"),
+              (never, "replicated at every level")]  # fmt: skip
+    if found.group_size == 1:
+        said.append("There is one device in the shard group.")
+    elif not found.marked and not never:
+        said.append(f"All {'other ' if said else ''}arrays are sharded, except scalars.")
+    head = " ".join(["  Why is it replicated?", *said])
 
     def cause(x: StateArray) -> tuple[str, str]:
         return x.reason, x.change
 
-    for (reason, change), same in groupby(sorted(found.marked, key=cause), cause):
-        leaves = list(same)
-        paths, size = some([x.path for x in leaves], most=3), sum(x.bytes for x in leaves)
-        how = f"; to change: {change}" if change else ""
-        yield f"    {paths} ({bytes_of(size)}): {reason}{how}"
+    for arrays, what in groups:
+        if arrays:
+            count, size = len(arrays), bytes_of(sum(x.bytes for x in arrays))
+            few = f"array ({size}) is" if count == 1 else f"arrays ({size}) are"
+            yield f"{head or ' '} {count} {few} {what}:"
+            head = ""
+        for (reason, change), same in groupby(sorted(arrays, key=cause), cause):
+            leaves = list(same)
+            paths, size = some([x.path for x in leaves], most=3), sum(x.bytes for x in leaves)
+            how = f"; to change: {change}" if change else ""
+            yield f"    {paths} ({bytes_of(size)}): {reason}{how}"
+    if head:
+        yield head
+
+
+def _answers(found: Explanation) -> Iterator[str]:
+    """Answers to the most frequent questions, one line each."""
+    yield from _causes(found)
     by, now = found.halved_by, bytes_of(found.stored)
     halves = f"{by}: {now} become {bytes_of(found.levels[by].stored)}" if by else ""
     least = min(found.levels, key=lambda name: found.levels[name].stored)
     none = f"None: {now} now, and {bytes_of(found.levels[least].stored)} at {least}, the smallest"
+    if not any(map(found.saves, found.levels)):
+        none = f"None: it is {now} at every level"
     yield f"  Which level halves it? {halves or none}."
     saved = {name: found.saves(name) for name in found.levels if found.saves(name) > 0}
     better = "; ".join(f"{name} {bytes_of(n)} on each device" for name, n in saved.items())

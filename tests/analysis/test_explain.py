@@ -247,6 +247,46 @@ def test_a_replicated_component_names_the_level_that_shards_it(level):
     assert not any(x.path == whole for x in found.marked)
 
 
+def test_an_array_that_no_level_shards_names_what_replicates_it_there():
+    params = {"large": jnp.ones((64, 64)), "small": jnp.ones((20,)), "mine": jnp.ones((64, 8))}
+    state, _ = sharded((params, optax.adam(1e-3)), "os", rules={"mine": "replicate"})
+    found = gshard.explain(state)
+    rows = {x.path: (x.reason, x.change) for x in found.leaves}
+    whole = "level os replicates it on every device"
+    assert rows["params/large"] == (whole, "level p_g_os")
+    assert rows["params/small"] == (
+        f"{whole}, level p_g_os too: 20 elements <= min_shard_size 24",
+        "level p_g_os, with min_shard_size= below the elements of one layer",
+    )
+    assert rows["params/mine"][0] == f"{whole}, level p_g_os too: rule 'mine'"
+    said = str(found)
+    assert "Level os replicates 16.4 kB that level p_g_os shards." in said
+    part = "replicated although this level shards that part of the state"
+    assert f"4 arrays (4.26 kB) are {part}:" in said
+    assert "2 arrays (2.13 kB) are replicated at every level:" in said
+
+
+def test_levels_that_are_all_alike_are_said_to_be():
+    state, _ = sharded(({"w": jnp.ones((20,))}, optax.sgd(0.1)), "os")
+    found = gshard.explain(state)
+    said = str(found)
+    assert "Why is it replicated? 1 array (80 B) is replicated at every level:" in said
+    assert f"Which level halves it? None: it is {found.stored} B at every level." in said
+    state, _ = sharded(({"w": jnp.ones((64, 64))}, optax.sgd(0.1)), "os", 1)
+    assert "Why is it replicated? There is one device in the shard group.\n" in str(
+        gshard.explain(state)
+    )
+
+
+def test_a_level_that_is_impossible_changes_nothing():
+    state, _ = gshard.shard_train_state(
+        ({"stack": jnp.ones((48, 3))}, optax.sgd(0.1)), mesh_of(8), "os", min_shard_size=0,
+        scan_axes={"stack": 0}, rules={"stack": 0},
+    )  # fmt: skip
+    (leaf,) = [x for x in gshard.explain(state).leaves if x.part == "params"]
+    assert (leaf.reason, leaf.change) == ("level os replicates it on every device", "")
+
+
 def test_what_halves_the_memory():
     found = gshard.explain(sharded(({"w": jnp.ones((64, 64))}, optax.adam(1e-3)), "dp")[0])
     assert found.halved_by == "os" and "Which level halves it? os" in str(found)
