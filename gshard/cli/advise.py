@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 
 import jax
@@ -15,6 +14,7 @@ from gshard.analysis.html.page import page
 from gshard.analysis.tune import advise, best_of_each, bits_to_save
 from gshard.analysis.tune_report import advice_rows, advice_text, base_of
 from gshard.cli import common
+from gshard.cli.output import NO, YES, tell
 
 _EXAMPLES = """examples:
   gshard advise llama-7b --target h100:32x8
@@ -64,7 +64,7 @@ def _advise(given: Namespace, config: Config) -> common.Answer:
             forecast = common.forecast_with_progress(config)
             file.write(page(forecast, config.model, advice=rows).encode())
             file.commit()
-            print(f"wrote {given.html}", file=sys.stderr)
+            tell(f"wrote {given.html}")
     target = None if config.target is None else config.target.text
     base = base_of(found) if measured is None else 1.0
     unit = "step of the first option" if measured is None else "second"
@@ -76,5 +76,5 @@ def _advise(given: Namespace, config: Config) -> common.Answer:
         "fewer_bits": [x.as_dict() for x in bits],
         "expert_axes": [x.as_dict(base) for x in axes],
     }
-    code = common.YES if any(x.fits for x in found) else common.NO
+    code = YES if any(x.fits for x in found) else NO
     return common.Answer(data, advice_text(config, found, given.all, measured, bits, axes), code)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 
 from gshard.analysis.audit import audit
 from gshard.analysis.config import Config
 from gshard.analysis.setup import batch_of, sharded_setup, step_of
 from gshard.cli import common
+from gshard.cli.output import NO, YES, tell
 
 _EXAMPLES = """examples:
   gshard audit my_project.toml
@@ -36,7 +36,7 @@ def _audit(given: Namespace, config: Config) -> common.Answer:
         found[level] = audit(step, *step.arguments(state, batch))
     exceeded = [f"level {name}: {what}" for name, x in found.items() for what in x.exceeded]
     for line in exceeded:
-        print(f"over budget: {line}", file=sys.stderr)
+        tell(f"over budget: {line}")
     data = {name: x.as_dict() | {"exceeded": list(x.exceeded)} for name, x in found.items()}
     text = "\n\n".join(f"level {name}\n\n{x}" for name, x in found.items())
-    return common.Answer({"levels": data}, text, common.NO if exceeded else common.YES)
+    return common.Answer({"levels": data}, text, NO if exceeded else YES)

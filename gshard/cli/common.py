@@ -29,13 +29,8 @@ from gshard.analysis.config import Config, read_config
 from gshard.analysis.forecast import forecast_config
 from gshard.analysis.forecast_report import Forecast
 from gshard.analysis.setup import TrainSetup, load_setup
+from gshard.cli.output import NO_ANSWER, YES, print_text, tell
 from gshard.sharding.mesh import make_mesh, virtual_devices
-
-# Exit codes of all commands but `gshard launch`, whose are its script's.
-YES = 0
-NO = 1  # the answer: it does not fit, a budget is exceeded, a checkpoint is damaged, a check fails
-NO_ANSWER = 2  # the question is wrong (as argparse says it), or something to answer it is missing
-
 
 Asked = TypeVar("Asked", Config, Config | None, None)
 
@@ -87,7 +82,7 @@ def guarded(run: Callable[[], int]) -> int:
         try:
             return run()
         except GShardError as error:
-            print(f"error: {error}", file=sys.stderr)
+            tell(f"error: {error}")
             return NO_ANSWER
         except Exception as error:  # of the model's own, and where: Python would exit as for a no
             sys.excepthook(type(error), error, error.__traceback__)
@@ -96,26 +91,6 @@ def guarded(run: Callable[[], int]) -> int:
             return 128 + signal.SIGINT
         except _Stopped as stopped:
             return int(str(stopped))
-
-
-def print_text(text: str, code: int, unread: int | None = None) -> int:
-    """Prints a text and returns the exit code, which is `NO_ANSWER` if it cannot be written.
-
-    A reader such as `head` may close the pipe before the end: that gives `unread`, or else `code`.
-    """
-    try:
-        print(text, flush=True)
-        return code
-    except OSError as error:
-        with contextlib.suppress(OSError):  # Python flushes stdout again at exit
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
-        if isinstance(error, BrokenPipeError):
-            return code if unread is None else unread
-        why = error.strerror or error
-        print(f"error: stdout cannot be written: {why}.", file=sys.stderr)
-        return NO_ANSWER
 
 
 class _Stopped(SystemExit):
@@ -184,7 +159,7 @@ def _warnings_as_lines() -> Iterator[None]:
             else:
                 warnings.showwarning(x.message, x.category, x.filename, x.lineno)
         for text in texts:
-            print(f"warning: {text}", file=sys.stderr)
+            tell(f"warning: {text}")
 
 
 def lines_of_progress(every: float = 5.0) -> Callable[[str], None]:
@@ -197,7 +172,7 @@ def lines_of_progress(every: float = 5.0) -> Callable[[str], None]:
     def say(text: str) -> None:
         nonlocal last
         if not is_terminal and time.monotonic() >= last + every:
-            print(text, file=sys.stderr, flush=True)
+            tell(text)
             last = time.monotonic()
 
     return say

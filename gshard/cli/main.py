@@ -10,8 +10,8 @@ from typing import NoReturn
 
 from gshard._util.errors import did_you_mean
 from gshard._util.version import __version__
+from gshard.cli.output import NO_ANSWER, YES, print_in_any_encoding, tell
 
-YES, NO_ANSWER = 0, 2  # exit codes, as in `common`
 _INTERRUPTED = 130
 
 COMMANDS = {
@@ -28,6 +28,7 @@ COMMANDS = {
 
 def run() -> NoReturn:
     """Runs the command line of this process, and ends it with the exit code."""
+    print_in_any_encoding()
     try:
         code = main()
     except KeyboardInterrupt:  # while modules are imported
@@ -57,6 +58,5 @@ def main(words: list[str] | None = None) -> int:
         print(f"gshard {__version__}")
         return YES
     known = ("--help", "--version") if name.startswith("-") else COMMANDS
-    print(f"error: gshard has no command {name!r}.{did_you_mean(name, known)}\n{names}",
-          file=sys.stderr)  # fmt: skip
+    tell(f"error: gshard has no command {name!r}.{did_you_mean(name, known)}\n{names}")
     return NO_ANSWER

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 from typing import Any
 
@@ -22,6 +21,7 @@ from gshard.analysis.forecast_report import Forecast
 from gshard.analysis.html.page import page
 from gshard.analysis.setup import TrainSetup
 from gshard.cli import common
+from gshard.cli.output import NO, NO_ANSWER, YES, tell
 
 _EXAMPLES = """examples:
   gshard plan llama-7b
@@ -76,7 +76,7 @@ def _plan(given: argparse.Namespace, config: Config | None) -> common.Answer:
         if file is not None:
             file.write(page(found, config.model, programs).encode())
             file.commit()
-            print(f"wrote {given.html}", file=sys.stderr)
+            tell(f"wrote {given.html}")
     report = "" if target is None else "\n\n" + compiled_report(target.text, found, programs)
     data = found.as_dict() | {"compiled": programs}
     return common.Answer(data, f"{found}{report}", exit_code(found, programs, given.compile))
@@ -89,14 +89,14 @@ def exit_code(found: Forecast, programs: dict[str, dict[str, Any]], insists: boo
     """
     compiled = {name: x["fits"] for name, x in programs.items() if "error" not in x}
     if insists and not compiled:
-        return common.NO_ANSWER
+        return NO_ANSWER
     fits = [compiled.get(name, None if insists else found.fits(name)) for name in found.levels]
     if any(fits):
-        return common.YES
+        return YES
     if None not in fits:
-        return common.NO
+        return NO
     # Without a limit there is nothing to fit; with one, sizes without activations are no answer.
-    return common.YES if found.usable is None and False not in fits else common.NO_ANSWER
+    return YES if found.usable is None and False not in fits else NO_ANSWER
 
 
 def _compiled_target(given: argparse.Namespace, config: Config) -> Target | None:
@@ -111,7 +111,7 @@ def _compiled_target(given: argparse.Namespace, config: Config) -> Target | None
     except GShardError as error:
         if given.compile:
             raise
-        print(f"note: an estimate only, since {error}", file=sys.stderr)
+        tell(f"note: an estimate only, since {error}")
         return None
     return config.target
 

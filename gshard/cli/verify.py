@@ -13,7 +13,8 @@ from gshard.checkpoint.checksums import Damage, verify_step
 from gshard.checkpoint.open_store import open_step_or_store
 from gshard.checkpoint.step_files import StepFiles, size_of, store_errors_explained
 from gshard.checkpoint.step_info import DESCRIPTION, StepInfo, existing_step
-from gshard.cli.common import NO, YES, Answer, command_parser, parsed, progress_bar, respond
+from gshard.cli.common import Answer, command_parser, parsed, progress_bar, respond
+from gshard.cli.output import NO, YES
 
 _EXAMPLES = """example:
   gshard verify checkpoints

@@ -30,6 +30,7 @@ from tests import setups
 from tests.terminal import on_terminal
 
 ROOT = Path(__file__).parents[2]
+PLAN = ("plan", "tests.setups:mlp")
 NAMES = ("x[/red]", "gshard[aot-gpu]", ":tv:")
 
 
@@ -250,6 +251,33 @@ def test_a_full_disk_is_a_line(words):
         run = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert run.returncode == 2
     assert run.stderr == "error: stdout cannot be written: No space left on device.\n"
+
+
+@pytest.mark.parametrize(
+    ("full", "words", "code"),
+    [
+        (False, [*PLAN, "--devices", "8", "--arguments.width", "64", "--shapes"], 0),  # warns
+        (True, [*PLAN, "--devices", "-8"], 2),
+        (False, ["plna"], 2),
+    ],
+)
+def test_an_unread_warning_or_error_does_not_change_the_exit_code(full, words, code):
+    """A closed pipe, as with `2>&1 | head`, or a full disk."""
+    read, write = (0, os.open("/dev/full", os.O_WRONLY)) if full else os.pipe()
+    if read:
+        os.close(read)
+    with open(write, "w") as stream:
+        command = [sys.executable, "-m", "gshard", *words]
+        run = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stream)
+    assert run.returncode == code
+
+
+def test_a_table_in_an_encoding_without_lines():
+    environment = os.environ | {"PYTHONIOENCODING": "cp1252"}
+    command = [sys.executable, "-m", "gshard", "plan", "--paper"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert b" -----" in run.stdout and b"?" not in run.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

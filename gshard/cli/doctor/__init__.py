@@ -10,10 +10,10 @@ from argparse import Namespace
 from collections.abc import Callable
 
 from gshard.cli import common
-from gshard.cli.common import NO, NO_ANSWER, YES, print_text
 from gshard.cli.doctor import devices
 from gshard.cli.doctor.machine import Check, cluster, disks, hardware, own_name
 from gshard.cli.doctor.versions import check_versions, variables
+from gshard.cli.output import NO, NO_ANSWER, YES, print_text
 
 _EXAMPLES = """example:
   gshard doctor
