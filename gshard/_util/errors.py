@@ -108,9 +108,9 @@ def place_of(function: object) -> str:
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name
 
 
-def did_you_mean(value: object, known: Iterable[object]) -> str:
+def did_you_mean(value: object, known: Iterable[object], cutoff: float = 0.5) -> str:
     """A sentence that suggests the most similar of `known`; empty when none is similar."""
-    found = difflib.get_close_matches(str(value), [str(k) for k in known], n=1, cutoff=0.5)
+    found = difflib.get_close_matches(str(value), [str(k) for k in known], n=1, cutoff=cutoff)
     return f" Did you mean {found[0]!r}?" if found else ""
 
 

@@ -238,16 +238,21 @@ def parsed(
     parser: argparse.ArgumentParser,
     words: list[str],
     too_many: str = "unrecognized arguments: {rest}",
+    instead: str = "",
 ) -> argparse.Namespace:
     """Returns the parsed words; an unknown option is an error that suggests one of this command.
 
     `too_many` is the error for other words that are left over: `{first}`, or all of them, `{rest}`.
+    `instead` is suggested for an option, `{name}`, that is similar to none.
     """
     known = [name for action in parser._actions for name in action.option_strings]
     given, rest = parser.parse_known_args(with_known_spelling(words, known))
     if rest and rest[0].startswith("-"):
         known = re.findall(r"--([\w.]+)", parser.format_usage())  # the dashes alone are similar
-        near = did_you_mean(rest[0].partition("=")[0].lstrip("-"), known).replace(" '", " '--")
+        name = rest[0].partition("=")[0].lstrip("-")
+        # At 0.5, '--layers' would be similar to '--paper'.
+        near = did_you_mean(name, known, cutoff=0.7).replace(" '", " '--")
+        near = near or instead.format(name="NAME" if name == "arguments" else name)
         parser.error(f"unknown option {rest[0]!r}.{near}")
     if rest:
         parser.error(too_many.format(first=rest[0], rest=" ".join(rest)))
@@ -280,7 +285,8 @@ def given_config(
         "unexpected argument {first!r}. Give only one CONFIG, and several values of an option "
         "joined by commas, such as --levels os,os_g."
     )
-    given = parsed(parser, words, too_many)
+    by_name = " An argument of the model's function is given by name: --arguments.{name} VALUE."
+    given = parsed(parser, words, too_many, by_name)
     options = {
         key: _value(word)
         for key, word in vars(given).items()
