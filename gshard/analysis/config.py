@@ -140,7 +140,7 @@ def _config_of(values: dict[str, Any], where: str) -> Config:
         ("arguments", dict, "a table"),
         ("vary", dict, "a table"),
         ("training", dict, "a table"),
-        ("keep", dict, "a table of patterns, such as 'experts/' = ['expert', 0]"),
+        ("keep", dict, "a table, such as {'experts/' = ['expert', 0]}, with = and no colon"),
         ("target", str, "a text"),
         ("accumulate", str, "a text"),
         ("offload", bool, "true or false"),

@@ -217,7 +217,7 @@ _MEANINGS = {
     "accumulate": "how gradients accumulate: level, local, scatter or sync",
     "reshard_after_forward": "true, false, or over how many devices parameters stay sharded until "
     "the backward pass",
-    "offload": "true: the optimizer state is stored in the host's memory",
+    "offload": "alone, or true: the optimizer state is stored in the host's memory",
 }
 
 
@@ -270,7 +270,10 @@ def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentPars
                         help="a module or package outside the current folder that a TOML file may "
                         "name as its model, whose code then runs")  # fmt: skip
     for key, meaning in _MEANINGS.items():
-        group.add_argument(f"--{key}", help=meaning, metavar="X", default=argparse.SUPPRESS)
+        alone: dict[str, Any] = {"nargs": "?", "const": "true"} if key == "offload" else {}
+        group.add_argument(
+            f"--{key}", help=meaning, metavar="X", default=argparse.SUPPRESS, **alone
+        )
     return parser
 
 
@@ -287,8 +290,11 @@ def given_config(
     )
     by_name = " An argument of the model's function is given by name: --arguments.{name} VALUE."
     given = parsed(parser, words, too_many, by_name)
+    offload = vars(given).get("offload", "true")
+    if given.config is None and not isinstance(value_of(offload), bool):
+        given.config, given.offload = offload, "true"  # it stood alone, before CONFIG
     options = {
-        key: _value(word)
+        key: value_of(word)
         for key, word in vars(given).items()
         if key in _MEANINGS or key.startswith("arguments.")
     }
@@ -308,7 +314,7 @@ def named_config(
     return given, config or parser.error("name a CONFIG")
 
 
-def _value(word: str) -> Any:
+def value_of(word: str) -> Any:
     """Reads a word as a TOML value or a Python bool; other words, such as `os_g`, are strings."""
     if word in ("True", "False"):
         return word == "True"

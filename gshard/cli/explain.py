@@ -15,7 +15,7 @@ from gshard._util.validation import check_integer
 from gshard.analysis.config import Config
 from gshard.analysis.explain import explain
 from gshard.analysis.setup import initialized_setup, sharded_setup
-from gshard.cli.common import Answer, config_parser, levels_here, named_config, respond
+from gshard.cli.common import Answer, config_parser, levels_here, named_config, respond, value_of
 from gshard.sharding.plan import Plan
 
 _EXAMPLES = """examples:
@@ -33,13 +33,13 @@ def main(words: list[str]) -> int:
     about = "What holds the memory of a train state, why, and what would change it."
     parser = config_parser("gshard explain", about, _EXAMPLES)
     parser.add_argument("--abstract", action="store_true", help="make no arrays, measure nothing")
-    parser.add_argument("--most", type=int, default=20, metavar="N",
+    parser.add_argument("--most", default="20", metavar="N",
                         help="arrays that are listed (default: 20; --json has all)")  # fmt: skip
     return respond(lambda: named_config(parser, words), _explain)
 
 
 def _explain(given: Namespace, config: Config) -> Answer:
-    check_integer("--most", given.most, 1)
+    most = check_integer("--most", value_of(given.most), 1)
     data, texts = {}, []
     for level, setup, mesh in levels_here(config, "explain", "making the state on"):
         state, plan = sharded_setup(setup, mesh, level, config.choices)
@@ -50,7 +50,7 @@ def _explain(given: Namespace, config: Config) -> Answer:
         if not why and found.measured is None:
             why = "the setup's state is abstract."
         data[level] = found.as_dict() | {"not_measured": why}
-        texts.append(found.text(given.most) + (f"\n  Not measured: {why}" if why else ""))
+        texts.append(found.text(most) + (f"\n  Not measured: {why}" if why else ""))
         del state  # before the next one is made
     return Answer({"levels": data}, "\n\n".join(texts))
 

@@ -9,11 +9,12 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedCo
 
 from gshard._util.errors import GShardError
 from gshard._util.text import bytes_of
+from gshard._util.validation import check_integer
 from gshard.checkpoint.checksums import Damage, verify_step
 from gshard.checkpoint.open_store import open_step_or_store
 from gshard.checkpoint.step_files import StepFiles, size_of, store_errors_explained
 from gshard.checkpoint.step_info import DESCRIPTION, StepInfo, existing_step
-from gshard.cli.common import Answer, command_parser, parsed, progress_bar, respond
+from gshard.cli.common import Answer, command_parser, parsed, progress_bar, respond, value_of
 from gshard.cli.output import NO, YES
 
 _EXAMPLES = """example:
@@ -29,15 +30,16 @@ def main(words: list[str]) -> int:
     about = "Reads every byte of checkpoints and compares it with their checksums."
     parser = command_parser("gshard verify", about, _EXAMPLES)
     parser.add_argument("directory", metavar="DIRECTORY", help="what gshard.Checkpointer was given")
-    parser.add_argument("--step", type=int, help="this step alone (default: all)")
+    parser.add_argument("--step", help="this step alone (default: all)")
     return respond(lambda: (parsed(parser, words), None), _verify)
 
 
 @store_errors_explained()
 def _verify(given: Namespace, _: None) -> Answer:
+    asked = None if given.step is None else check_integer("--step", value_of(given.step), 0)
     store, own = open_step_or_store(given.directory)
     steps = store.steps()
-    asked = given.step if own is None else own
+    asked = asked if own is None else own
     if asked is not None:
         steps = [existing_step(store, asked, steps)]
     if not steps:

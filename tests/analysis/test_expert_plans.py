@@ -182,7 +182,7 @@ def test_a_config_and_options_say_what_is_kept(tmp_path, capsys):
         (FILE.replace('["expert", 0]', '["expert", 4]'), "does not exist: the array has 3"),
         (FILE.replace("experts/", "expertz/"), "matches no parameter"),
         (FILE.replace("[keep]", "[kept]"), "Did you mean 'keep'?"),
-        (f"keep = 3\nmodel = '{MODEL}'", "keep=3 must be a table of patterns"),
+        (f"keep = 3\nmodel = '{MODEL}'", "table, such as {'experts/' = ['expert', 0]}, with ="),
         (FILE.replace("expert = 4", "expert = 3"), "expert=3 does not divide 8 devices"),
         (
             FILE.replace("expert = 4", "expert = 4\nreplica = 4"),

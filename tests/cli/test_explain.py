@@ -180,6 +180,12 @@ def test_what_cannot_be_asked(folder, capsys, command):
     assert ended.value.code == 2 and "name a CONFIG" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("most", ["0", "all"])
+def test_how_many_arrays_is_a_whole_number(folder, capsys, most):
+    code, out, err = asked(capsys, "explain", "my.toml", "--most", most)
+    assert code == 2 and not out and "must be a whole number, 1 or more" in err
+
+
 def test_audit_needs_a_step(folder, capsys):
     code, _, err = asked(capsys, "audit", "my_model:no_step", "--devices", 2)
     assert code == 2 and "so it has no step" in err

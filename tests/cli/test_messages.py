@@ -334,6 +334,18 @@ def test_the_config_may_come_last_and_booleans_as_in_python(capsys):
 
 
 @pytest.mark.parametrize(
+    "words",
+    [["--offload", "tests.setups:mlp"], ["tests.setups:mlp", "--offload"],
+     ["--offload", "--shapes", "tests.setups:mlp"]],
+)  # fmt: skip
+def test_offload_alone_means_true(words, capsys):
+    assert main(["plan", "--devices", "4", "--levels", "os", "--json", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["choices"]["offload"] is True
+    assert main(["plan", "tests.setups:mlp", "--offload", "no"]) == 2
+    assert "offload='no' must be true or false" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("devices = 100000000000000000000", "is too large: 1,000,000 at most"),

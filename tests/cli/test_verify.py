@@ -74,6 +74,7 @@ def test_nothing_to_verify(directory, tmp_path, capsys):
         ([tmp_path / "empty"], "holds no checkpoint"),
         ([tmp_path / "file"], "is a file"),
         ([directory, "--step", "5"], "The nearest are [3, 12]"),
+        ([directory, "--step", "x"], "--step='x' must be a whole number, 0 or more."),
     ]:
         assert main(["verify", *map(str, words)]) == 2
         assert f"error: {says}" in (err := capsys.readouterr().err) or says in err
