@@ -28,15 +28,20 @@ def main(words: list[str]) -> int:
 
 
 def _audit(given: Namespace, config: Config) -> common.Answer:
-    found = {}
+    found, where = {}, ""
     for level, setup, mesh in common.levels_here(config, "audit", "compiling for"):
         state, plan = sharded_setup(setup, mesh, level, config.choices)
         step = step_of(setup, plan, config.choices)
         batch = batch_of(setup, plan, config.choices)
         found[level] = audit(step, *step.arguments(state, batch))
+        where = f"{mesh.size} {mesh.devices.flat[0].device_kind} devices of this computer"
     exceeded = [f"level {name}: {what}" for name, x in found.items() for what in x.exceeded]
     for line in exceeded:
         tell(f"over budget: {line}")
     data = {name: x.as_dict() | {"exceeded": list(x.exceeded)} for name, x in found.items()}
-    text = "\n\n".join(f"level {name}\n\n{x}" for name, x in found.items())
-    return common.Answer({"levels": data}, text, NO if exceeded else YES)
+    title = f"compiled for {where}"
+    if config.target is not None:
+        title += f", not for {config.target.text}, for which gshard plan --target compiles"
+    text = "\n\n".join(f"level {name}, {title}\n\n{x}" for name, x in found.items())
+    answer = {"compiled_for": where, "levels": data}
+    return common.Answer(answer, text, NO if exceeded else YES)
