@@ -93,8 +93,10 @@ def asked(capsys, *words):
 def test_audit_of_a_config(folder, capsys):
     code, out, err = asked(capsys, "audit", "my.toml", "--json")
     assert code == 0 and not err
-    levels = json.loads(out)["levels"]
+    found = json.loads(out)
+    levels = found["levels"]
     assert list(levels) == ["os", "p_g_os"]
+    assert found["compiled_for"] == "4 cpu devices of this computer"
     size = 2 * 48 * 48
     budgeted = levels["os"]["budget"]["communicated"]
     moved = {(m["kind"], m["purpose"]): m["elements"] for m in budgeted}
@@ -110,9 +112,15 @@ def test_audit_of_a_config(folder, capsys):
 def test_audit_as_text_with_other_levels_and_devices(folder, capsys):
     words = ("audit", "my.toml", "--levels", "os_g", "--devices", 2, "--arguments.layers", 1)
     code, out, _ = asked(capsys, *words)
-    assert code == 0 and out.startswith("level os_g\n")
+    assert code == 0 and out.startswith("level os_g, compiled for 2 cpu devices of this computer\n")
     assert "Elements communicated: budget and found" in out and "level p_g_os" not in out
     assert f"{2 * 48 * 48:,}" in out and "Memory of one device" in out
+
+
+def test_audit_says_that_a_target_gives_it_only_the_number_of_devices(folder, capsys):
+    words = ("audit", "my.toml", "--levels", "os_g", "--target", "h100:1x2")
+    code, out, _ = asked(capsys, *words)
+    assert code == 0 and "2 cpu devices of this computer, not for h100:1x2" in out
 
 
 def test_audit_says_which_budget_is_exceeded(folder, capsys):
