@@ -178,7 +178,8 @@ class NewFile:
         except OSError as error:
             if self._call is None:
                 raise
+            kept = "What was there is unchanged. " if os.path.exists(self._path) else ""
             raise GShardError(
-                f"{self._call}: {self._path} cannot be written: {error.strerror or error}. What "
-                "was there is unchanged. Choose a folder that exists, is writable and has room."
+                f"{self._call}: {self._path} cannot be written: {error.strerror or error}. {kept}"
+                "Choose a folder that exists, is writable and has room."
             ) from error

@@ -383,7 +383,8 @@ ROWS = {
         lambda path: gshard.save_safetensors(params(), path / "x"), "save_safetensors", "a dict"
     ),
     "save_safetensors into a folder that is not there": refused(
-        lambda path: gshard.save_safetensors(kept()[0], path / "no" / "x.safetensors"), "no"
+        lambda path: gshard.save_safetensors(kept()[0], path / "no" / "x.safetensors"),
+        "cannot be written: No such file or directory. Choose a folder that exists",
     ),
     "save_safetensors onto a folder": refused(
         lambda path: gshard.save_safetensors(kept()[0], path), "save_safetensors"
