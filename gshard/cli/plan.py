@@ -42,7 +42,9 @@ def main(words: list[str]) -> int:
     about = "What every level stores on one device, and communicates, before anything runs."
     parser = common.config_parser("gshard plan", about, _EXAMPLES)
     parser.add_argument("--paper", action="store_true", help="Table 1 of the ZeRO paper")
-    parser.add_argument("--shapes", action="store_true", help="no trace, so no activations")
+    parser.add_argument("--shapes", action="store_true",
+                        help="work from shapes alone: do not trace the step, and leave "
+                        "activations out")  # fmt: skip
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--compile", action="store_true",
                      help="compile for the target, or exit with 2")  # fmt: skip
