@@ -92,10 +92,13 @@ def _from_file(source: str) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
         near = path.parent.glob("*.toml") if path.parent.is_dir() else ()
+        hint = did_you_mean(source, [*near, *SHIPPED])
+        module, _, function = source.rpartition(".")
+        if Path(module.replace(".", "/") + ".py").exists():
+            hint = f" Did you mean '{module}:{function}'?"
         raise GShardError(
-            f"there is no file {source!r}.{did_you_mean(source, [*near, *SHIPPED])} Give a TOML "
-            "file, the name of a config that ships with gshard (`gshard configs` lists them), or "
-            "the model itself as module:function."
+            f"there is no file {source!r}.{hint} Give a TOML file, the name of a config that ships "
+            "with gshard (`gshard configs` lists them), or the model itself as module:function."
         ) from None
     except tomllib.TOMLDecodeError as error:
         if path.suffix == ".py":

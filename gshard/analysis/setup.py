@@ -182,9 +182,11 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSe
         raise GShardError(f"model={name!r}: {error}") from error
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
+        module = where.removesuffix(".py").replace("/", ".")
+        hint = "" if module == where else f" Did you mean '{module}:{attribute}'?"
         raise GShardError(
-            f"model={name!r} cannot be imported: {said}. Modules are looked for in the current "
-            f"folder ({os.getcwd()}), in PYTHONPATH and in installed packages."
+            f"model={name!r} cannot be imported: {said}.{hint} Modules are looked for in the "
+            f"current folder ({os.getcwd()}), in PYTHONPATH and in installed packages."
             if isinstance(error, ImportError)
             else f"model={name!r}: its module fails on import: {said}"
         ) from error
@@ -197,6 +199,7 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSe
         )
     if isinstance(name, ModelOfFile):
         name.check(function)
+    _check_arguments(name, function, arguments or {})
     try:
         return as_setup(function(**(arguments or {})))
     except GShardError as error:
@@ -205,6 +208,22 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSe
         given = ", ".join(f"{k}={v!r}" for k, v in (arguments or {}).items())
         said = f"{name}({given}) fails{_at(error)}: {type(error).__name__}: {error}"
         raise GShardError(said) from error
+
+
+def _check_arguments(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuses arguments of the model that its function does not have."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # it has no signature
+        return
+    if any(x.kind is x.VAR_KEYWORD for x in parameters.values()):
+        return
+    for key in given:
+        if key not in parameters:
+            takes = f"It takes {', '.join(parameters)}." if parameters else "It takes none."
+            raise GShardError(
+                f"{name} has no argument {key!r}.{did_you_mean(key, parameters)} {takes}"
+            )
 
 
 def _at(error: Exception) -> str:

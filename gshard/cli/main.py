@@ -49,6 +49,8 @@ def main(words: list[str] | None = None) -> int:
     if name in COMMANDS:  # imported here, since JAX takes a second
         folder = "distributed.launch.cli" if name == "launch" else f"cli.{name}"
         return importlib.import_module(f"gshard.{folder}").main(rest)
+    if name == "help":
+        return main([*rest[:1], "--help"])
     names = "\n".join(f"  gshard {name:8s} {meaning}" for name, meaning in COMMANDS.items())
     if name in ("-h", "--help"):
         print(f"gshard: ZeRO data parallelism for JAX and Flax\n\n{names}\n\n"

@@ -175,6 +175,13 @@ def test_what_cannot_be_asked(folder, capsys, command):
         (["my_model:stuck", "--devices", "2"], "RuntimeError: no data"),
         (["my_model:setpu", "--devices", "2"], "Did you mean 'setup'?"),
         (["my.tml"], "Did you mean 'my.toml'?"),
+        (["my_model.setup"], "Did you mean 'my_model:setup'?"),
+        (["my_model.py:setup", "--devices", "2"], "Did you mean 'my_model:setup'?"),
+        (
+            ["my.toml", "--arguments.widht", "8"],
+            "setup has no argument 'widht'. Did you mean 'width'? It takes width, layers.",
+        ),
+        (["my_model:no_step", "--devices", "2", "--arguments.a", "1"], "It takes none."),
         (["my.toml", "--levels", "os_k"], "level='os_k' is unknown"),
     ]:
         code, out, err = asked(capsys, command, *words)

@@ -86,6 +86,15 @@ def test_every_command_has_help(capsys):
         assert f"gshard {name}" in capsys.readouterr().out
 
 
+def test_help_as_a_command(capsys):
+    assert main(["help"]) == 0
+    assert "gshard plan" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["help", "plan"])
+    assert ended.value.code == 0 and "usage: gshard plan" in capsys.readouterr().out
+    assert main(["help", "plna"]) == 2 and "Did you mean 'plan'?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--micro-batch-size", "--micro_batch_size"])
 def test_options_take_hyphens_and_underscores(option):
     parser = config_parser("gshard plan", "", "")

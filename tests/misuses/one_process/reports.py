@@ -27,6 +27,13 @@ ROWS = {
     "a forecast of a file that is not there": refused(
         lambda _: gshard.forecast("nowhere.toml", 8), "nowhere.toml"
     ),
+    "a forecast of a model with an argument that it does not have": refused(
+        lambda _: gshard.forecast("gshard.models.llama:setup", 8, arguments={"layer": 2}),
+        *("has no argument 'layer'", "Did you mean 'layers'?"),
+    ),
+    "a forecast of a file of Python": refused(
+        lambda _: gshard.forecast("tests/setups.py:mlp", 8), "Did you mean 'tests.setups:mlp'?"
+    ),
     "a rule that is no function": refused(
         lambda _: shard(rules=gshard.by_path("w", "first")), "'first'"
     ),
