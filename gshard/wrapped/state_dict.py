@@ -168,8 +168,8 @@ def advice_on_names(values: Mapping[str, Any], stored: NamedArrays) -> str:
     modules = [name.removesuffix("weight") for name in values if name.endswith("weight")]
     if any(x + own in stored for x in modules for own in ("kernel", "scale", "embedding")):
         return (
-            " These are PyTorch's names, with transposed kernels: save it as a .safetensors file, "
-            "and read that with gshard.load_safetensors((model, optimizer), file, name_map=...)."
+            " Its names are another library's: weight is kernel, scale or embedding here. Rename "
+            "them, and transpose the kernels of PyTorch's linear layers (Paddle's need no change)."
         )
     for name, entry in values.items():
         if isinstance(entry, Mapping) and stored.keys() & entry.keys():

@@ -262,7 +262,9 @@ ROWS = {
         prefixed, "Its names begin with 'module.'", "name.removeprefix('module.')"
     ),
     "a state dict of PyTorch": refused(
-        of_pytorch, "These are PyTorch's names, with transposed kernels", "name_map="
+        of_pytorch,
+        "weight is kernel, scale or embedding here",
+        "transpose the kernels of PyTorch's",
     ),
     "an optimizer's state dict for a model": refused(
         of_an_optimizer, "It is the state of an optimizer.", "Nothing was changed"
