@@ -227,7 +227,7 @@ def test_a_missing_file_has_a_near_one(tmp_path):
         ("tests.setupz:mlp", {}, "cannot be imported: ModuleNotFoundError"),
         ("tests.setups:mpl", {}, "Did you mean 'mlp'?"),
         ("tests.setups:NUMBER", {}, "has no function 'NUMBER'"),
-        ("tests.setups:mlp", {"wdth": 3}, "unexpected keyword argument 'wdth'"),
+        ("tests.setups:mlp", {"wdth": 3}, "has no argument 'wdth'. Did you mean 'width'?"),
         ("tests.setups:fails", {}, "RuntimeError: no such data set"),
     ],
 )

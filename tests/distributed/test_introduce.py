@@ -30,8 +30,8 @@ def test_a_wait_says_where_the_others_are_and_different_calls_are_errors(tmp_pat
     assert f"s in barrier(), at {waits}. Process 1: after call 3 of the train step" in ended[0].said
     assert f", at {sleeps} for " in ended[0].said
     both = (
-        f"process 0: barrier(), at {waits}; process 1: a gather of full arrays, at {gathers}. "
-        "All processes must make the same calls"
+        f"process 0: barrier(), at {waits}; process 1: a gather of full arrays, such as "
+        f"full_params, at {gathers}. All processes must make the same calls"
     )
     assert all(both in " ".join(end.said.split()) for end in ended)
 
