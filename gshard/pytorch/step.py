@@ -144,10 +144,13 @@ def _checked(grads: Any, engine: Even | Greedy) -> tuple[Any, tuple[int, ...]]:
 def _check_missing(grads: Any, names: Sequence[str]) -> None:
     """Refuses a None for what is no parameter and no part of the model, such as a typo."""
     pairs = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda x: x is None)
+    missing = [path_of(keys) for keys, x in pairs if x is None]
+    if not missing:
+        return
     parts = {
         "/".join(keys[:i]) for keys in (x.split("/") for x in names) for i in range(len(keys) + 1)
     }
-    for path in (path_of(keys) for keys, x in pairs if x is None):
+    for path in missing:
         if path not in parts:
             part = path.replace(".", "/")
             say = f" Write grads[{']['.join(map(repr, part.split('/')))}] = None."
