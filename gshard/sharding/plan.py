@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -356,6 +357,35 @@ def check_call(fn: Any, plan: Any, call: str) -> None:
         raise GShardError(
             f"{call} was called with ({shown(fn)}, {shown(plan)}). Pass a function, and the plan "
             "that gshard.shard_train_state returned."
+        )
+
+
+# Of each plan, the state or NNX model that it was made for, which its steps do not train.
+_originals: weakref.WeakKeyDictionary[Plan, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def remember_original(state: Any, plan: Plan) -> None:
+    """Notes the user's state, or NNX `(model, optimizer)`, which `plan` was made for."""
+    try:
+        _originals[plan] = weakref.ref(_model_of(state))
+    except TypeError:  # a tuple of parameters and optimizer is no state for a step anyway
+        return
+
+
+def _model_of(state: Any) -> Any:
+    return state[0] if isinstance(state, tuple) and state else state
+
+
+def refuse_original(state: Any, plan: Plan, call: str) -> None:
+    """Refuses the state that `plan` was made for: where nothing is sharded, it would fit."""
+    original = _originals.get(plan, lambda: None)()
+    if original is not None and _model_of(state) is original:
+        names = plan.kind.arguments
+        returned = names[0] if len(names) == 1 else f"({', '.join(names)})"
+        raise GShardError(
+            f"{call}: this is the {names[0]} that was given to gshard.shard_train_state, and steps "
+            f"train the copy that it returned. Pass the copy: {returned}, plan = "
+            f"gshard.shard_train_state({returned}, ...)."
         )
 
 

@@ -84,7 +84,8 @@ class TreeChecker:
                 f"{self._what} not as the plan stores {it}: {some(wrong, most=3)}. Pass what "
                 f"gshard.shard_train_state or a step of this plan returned. {advice}"
             )
-        leaves = [_placed(x, wanted) for x, wanted in zip(leaves, self._leaves, strict=True)]
+        with jax.transfer_guard("allow"):  # these are asked for
+            leaves = [_placed(x, wanted) for x, wanted in zip(leaves, self._leaves, strict=True)]
         return leaves, structure
 
     def trust(self, leaves: list[Any]) -> None:
@@ -186,19 +187,23 @@ def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
 
 
 def _placed(x: Any, wanted: jax.ShapeDtypeStruct) -> Any:
-    """Returns a scalar that the user has set as the program returns it.
+    """Returns a copy of a value that the user has set, placed as the program returns it.
 
-    For a number on the host, or an array without a sharding, JAX would compile another program.
+    For a number on the host, or an array that is not committed to a device, JAX would compile
+    another program, and a program that reuses the memory of its arguments would delete the user's
+    own array.
     """
-    if np.ndim(x) or not (_is_array(x) and not x.committed or isinstance(x, _NUMBERS)):
+    if not (_is_array(x) and not x.committed or isinstance(x, _NUMBERS)):
         return x
     if jnp.issubdtype(wanted.dtype, dtypes.prng_key):
-        data, mesh = np.asarray(jax.random.key_data(x)), wanted.sharding.mesh
-        replicated = NamedSharding(mesh, jax.P())
-        placed = jax.make_array_from_callback(data.shape, replicated, lambda _: data)
+        data = np.asarray(jax.random.key_data(x))
+        placed = _copied(data, NamedSharding(wanted.sharding.mesh, jax.P()))
         return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(x))
-    value = np.asarray(x, wanted.dtype)
-    return jax.make_array_from_callback((), wanted.sharding, lambda _: value)
+    return _copied(np.asarray(x, wanted.dtype), wanted.sharding)
+
+
+def _copied(value: np.ndarray, sharding: Any) -> jax.Array:
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))
 
 
 def _is_array(x: Any) -> bool:

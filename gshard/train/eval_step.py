@@ -16,7 +16,7 @@ from gshard._util.pytree import same_leaves
 from gshard._util.validation import shown
 from gshard.data.batch import check_examples, shard_batch
 from gshard.sharding.mesh import refuse_other_context
-from gshard.sharding.plan import Plan, check_call, check_state
+from gshard.sharding.plan import Plan, check_call, check_state, refuse_original
 from gshard.sharding.validate import TreeChecker
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import reduce_scalar
@@ -144,11 +144,12 @@ def make_eval_step(
     jitted = jax.jit(run)
     check = TreeChecker(plan.abstract_components().params, "the parameters are")
     check_program, check_mask = ProgramCheck(plan, name), MaskCheck(name)
-    outside = OutsideValues(fn, place_of(fn))
+    outside, call = OutsideValues(fn, place_of(fn)), f"eval_step({plan.kind.arguments[0]}, batch)"
 
     @named_arguments({"*": "It is called as f(state, batch), with NNX as f(model, batch)."}, name)
     def eval_step(state: Any, batch: Any) -> Any:
-        check_state(state, plan, "eval_step(state, batch)", inference=True)
+        check_state(state, plan, call, inference=True)
+        refuse_original(state, plan, call)
         parts = plan.kind.split_inference(state)
         check(parts.params)
         batch = shard_batch(batch, plan)

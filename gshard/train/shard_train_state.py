@@ -26,7 +26,7 @@ from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.level import LevelChoice, is_auto, parse_level
 from gshard.sharding.make_plan import PlanRequest, plan_state
 from gshard.sharding.padded_storage import remember, warn_of_padded_model
-from gshard.sharding.plan import Plan, ShardedTransformation
+from gshard.sharding.plan import Plan, ShardedTransformation, remember_original
 from gshard.sharding.precision import as_precision
 from gshard.sharding.quantized_array import (
     QuantizedArray,
@@ -330,6 +330,7 @@ def shard_and_advise(
         parts = shard_leaves(plan.with_master(split), plan)
     static = kind.split(template).static
     parts = dataclasses.replace(parts, static=static)
+    remember_original(state, plan)
     return kind.merge(parts, given, plan.optimizer), plan
 
 

@@ -20,7 +20,13 @@ from gshard._util.validation import names_of
 from gshard.data.batch import check_examples, refuse_iterator, shard_batch
 from gshard.sharding.budget import Budget, budget
 from gshard.sharding.level import Accumulate
-from gshard.sharding.plan import Plan, check_call, check_optimizer, check_state
+from gshard.sharding.plan import (
+    Plan,
+    check_call,
+    check_optimizer,
+    check_state,
+    refuse_original,
+)
 from gshard.sharding.validate import TreeChecker
 from gshard.train import loss_check
 from gshard.train.batch_numbers import BatchNumbers, with_state
@@ -423,6 +429,7 @@ class TrainStep:
             raise GShardError(f"{call} was called with {len(args)} arguments{named}.")
         state = state[0] if len(state) == 1 else tuple(state)
         check_state(state, self.plan, call)
+        refuse_original(state, self.plan, call)
         refuse_iterator(batch)
         parts = self.plan.kind.split(state)
         leaves = self._check(parts, batch, abstract)

@@ -246,7 +246,37 @@ def reseeded(_):
     return gshard.full_params(sharded), nnx.state(other, nnx.Param)
 
 
+def model_given_to_shard(_):
+    """`_, plan = shard_train_state((model, optimizer), ...)`, or the old name in the loop."""
+    model, optimizer = pair()
+    sharded, plan = shard((model, optimizer))
+    gshard.make_train_step(model_loss, plan)(model, sharded[1], BATCH)
+
+
+def state_given_to_shard(level):
+    state = linen()
+    _, plan = shard(state, level)
+    gshard.make_eval_step(loss_fn, plan)(state, BATCH)
+
+
+def another_models_weights(_):
+    """Weights of a model that is used after the step, such as a frozen reference."""
+    reference, (sharded, plan, step) = pair(seed=3)[0], nnx_kept()
+    wanted = model_loss(reference, BATCH)
+    nnx.update(sharded[0], nnx.state(reference))
+    return (step(*sharded, BATCH)["loss"], model_loss(reference, BATCH)), (wanted, wanted)
+
+
 ROWS = {
+    "step() of the NNX model that shard_train_state was given": refused(
+        model_given_to_shard, "this is the model that was given", "Pass the copy"
+    ),
+    "evaluation of the state that shard_train_state was given, at dp": refused(
+        lambda _: state_given_to_shard("dp"), "this is the state that was given", "Pass the copy"
+    ),
+    "nnx.update with the weights of another model, used after the step": right(
+        another_models_weights
+    ),
     "an nnx.Optimizer with an update of its own": refused(
         of_its_own_update, "Clipped", "value_and_grad(loss_fn, plan)"
     ),
