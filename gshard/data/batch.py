@@ -7,6 +7,7 @@ replicated.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -170,7 +171,10 @@ def check_leaves(batch: Any, keys: bool = True) -> None:
             check_array(x, where)
         if dtype is None:
             if not isinstance(x, (bool, int, float, complex)):
-                raise GShardError(f"{where} is {shown(x)}: pass NumPy or JAX arrays.")
+                fix = "pass NumPy or JAX arrays."
+                if dataclasses.is_dataclass(x):
+                    fix = "register its class (jax.tree_util.register_dataclass), or pass a dict."
+                raise GShardError(f"{where} is {shown(x)}: {fix}")
         elif not (keys and jnp.issubdtype(dtype, jax.dtypes.prng_key)):
             if why := why_not_numeric(dtype):
                 raise GShardError(f"{where} {why}: pass numbers.")

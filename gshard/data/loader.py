@@ -54,6 +54,10 @@ _INSTEAD = {  # of other loaders' arguments
     ),
     **dict.fromkeys(("sampler", "batch_sampler", "rank", "num_replicas"), _WHOLE),
 }
+_LIST_OF_ARRAYS = (
+    " Each array of a list is an example; pass arrays with one entry per example as a tuple or a "
+    "dictionary."
+)
 _ENDLESS = sys.maxsize // 2  # examples, as of `grain.MapDataset.repeat()`
 
 
@@ -137,7 +141,9 @@ class DataLoader:
             "drop_remainder": int(drop),
             "checksum": self._source.checksum,
         }
-        _check_sizes(self._source.length, size, drop, plan.group.batch_shards, self._pads)
+        is_list = isinstance(source, list) and isinstance(source[0], np.ndarray | jax.Array)
+        hint = _LIST_OF_ARRAYS if is_list else ""
+        _check_sizes(self._source.length, size, drop, plan.group.batch_shards, self._pads, hint)
         if drop and not shuffle and not is_asked and self._source.length < _ENDLESS:
             self._warn_of_unread(size)
         self._has_padding = self._pads and self._source.length % size > 0
@@ -390,7 +396,7 @@ def _describe_argument(name: str, value: int) -> str:
     return f"{name}={bool(value) if name in ('shuffle', 'drop_remainder') else value}"
 
 
-def _check_sizes(length: int, size: int, drop: bool, devices: int, pads: bool) -> None:
+def _check_sizes(length: int, size: int, drop: bool, devices: int, pads: bool, hint: str) -> None:
     """Checks that every batch has a multiple of the devices that examples are sharded over."""
     if size % devices:
         near = max(devices, size // devices * devices)
@@ -403,6 +409,7 @@ def _check_sizes(length: int, size: int, drop: bool, devices: int, pads: bool) -
         raise GShardError(
             f"the source has {length} examples, fewer than batch_size={size}, and an incomplete "
             "batch is dropped, so there is no batch. Use a smaller batch_size, or pad_last=True."
+            f"{hint}"
         )
     if not drop and not pads and length % devices:
         near = length // devices * devices

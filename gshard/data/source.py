@@ -60,15 +60,17 @@ class Source:
     @property
     def takes_mask(self) -> bool:
         """Whether an example is a dictionary without a `"mask"`."""
-        example = self._structure.unflatten(self._forms)
+        example = self._structure.unflatten(self._paths)
         return isinstance(example, dict) and MASK not in example
 
     def check_takes_mask(self) -> None:
         """Raises a `GShardError` unless an example is a dictionary without a `"mask"`."""
         if not self.takes_mask:
-            example = self._structure.unflatten(self._forms)
-            is_dict = isinstance(example, dict)
-            what = f"has {MASK!r} already" if is_dict else f"is a {type(example).__name__}"
+            example = self._structure.unflatten(self._paths)
+            is_array = isinstance(example, str)  # its path alone
+            what = "is one array" if is_array else f"is a {type(example).__name__}"
+            if isinstance(example, dict):
+                what = f"has {MASK!r} already"
             raise GShardError(
                 f"pad_last=True adds an array {MASK!r} to every batch, so an example must be a "
                 f"dictionary without one; {self._name(0)} {what}. Change it with transform=."

@@ -426,7 +426,9 @@ class TrainStep:
         call = f"step({', '.join((*wanted, 'batch'))})"
         if len(state) != len(wanted) or by_name:
             named = f" and {some(by_name)}= by name" if by_name else ""
-            raise GShardError(f"{call} was called with {len(args)} arguments{named}.")
+            several = len(state) > len(wanted) and not by_name
+            advice = " Pass several arrays as one batch, such as a tuple." if several else ""
+            raise GShardError(f"{call} was called with {len(args)} arguments{named}.{advice}")
         state = state[0] if len(state) == 1 else tuple(state)
         check_state(state, self.plan, call)
         refuse_original(state, self.plan, call)

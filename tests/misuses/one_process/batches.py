@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +29,12 @@ from tests.misuses.table import raw, refused, right
 
 BIG = 2**40
 X, Y = BATCH["x"], BATCH["y"]
+
+
+@dataclass
+class Row:
+    x: Any
+    y: Any
 
 
 class OnDisk:
@@ -176,6 +183,9 @@ ROWS = {
     ),
     "a mapping that is no dict": refused(
         lambda _: train(MappingProxyType(BATCH)), "a mappingproxy"
+    ),
+    "a dataclass that is no pytree": refused(
+        lambda _: train(Row(X, Y)), "batch is a Row", "jax.tree_util.register_dataclass"
     ),
     "a tuple, as of PyTorch's loader": right(lambda _: (train((X, Y), by_column)[0], alone())),
     "a named tuple": right(lambda _: (train(Pair(X, Y), by_column)[0], alone())),

@@ -162,6 +162,12 @@ ROWS = {
     ),
     "examples of different shapes": refused(lambda _: first(Uneven()), "shape"),
     "examples that cannot be read": raw(lambda _: first(Fails()), OSError, "the disk is gone"),
+    "a list of the arrays of inputs and targets": refused(
+        lambda _: loader(list(DATA.values())), "2 examples", "as a tuple or a dictionary"
+    ),
+    "pad_last=True with examples that are one array": refused(
+        lambda _: loader(DATA["x"], pad_last=True), "source[0] is one array", "transform="
+    ),
     "two iterations of one loader at once": refused(two_at_once, "another one of the same loader"),
     "a state is loaded during an iteration": refused(loaded_while_running, "a state was loaded"),
     "a break, and another for": right(broken_off),

@@ -261,7 +261,7 @@ def state_given_to_shard(level):
 
 def another_models_weights(_):
     """Weights of a model that is used after the step, such as a frozen reference."""
-    reference, (sharded, plan, step) = pair(seed=3)[0], nnx_kept()
+    reference, (sharded, _, step) = pair(seed=3)[0], nnx_kept()
     wanted = model_loss(reference, BATCH)
     nnx.update(sharded[0], nnx.state(reference))
     return (step(*sharded, BATCH)["loss"], model_loss(reference, BATCH)), (wanted, wanted)
@@ -342,7 +342,8 @@ ROWS = {
     "a step without arguments": refused(lambda _: kept()[2](), "step(state, batch)"),
     "a step without a batch": refused(lambda _: kept()[2](kept()[0]), "step(state, batch)"),
     "a step with x and y": refused(
-        lambda _: kept()[2](kept()[0], BATCH["x"], BATCH["y"]), "step(state, batch)", "3 arguments"
+        lambda _: kept()[2](kept()[0], BATCH["x"], BATCH["y"]),
+        *("step(state, batch)", "3 arguments", "as one batch, such as a tuple"),
     ),
     "a step with the batch by name": refused(
         lambda _: kept()[2](kept()[0], batch=BATCH), "step(state, batch)", "batch= by name"
