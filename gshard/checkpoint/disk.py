@@ -97,6 +97,9 @@ class Disk:
             return "does not exist."
         theirs = some(x.parent.name for x in self.directory.glob("*/_CHECKPOINT_METADATA"))
         hint = f" Orbax itself wrote {theirs}: read it with gshard.import_orbax." if theirs else ""
+        found = [x for name in WRITTEN_LAST for x in self.directory.glob(f"*/*/{name}")]
+        if below := {x.parents[1].name for x in found if STEP.fullmatch(x.parent.name)}:
+            hint += f" These folders in it hold one: {some(sorted(below))}."
         return f"holds no checkpoint.{hint}"
 
     def reader(self, verify: bool) -> DiskReader:
