@@ -385,7 +385,8 @@ def refuse_original(state: Any, plan: Plan, call: str) -> None:
         raise GShardError(
             f"{call}: this is the {names[0]} that was given to gshard.shard_train_state, and steps "
             f"train the copy that it returned. Pass the copy: {returned}, plan = "
-            f"gshard.shard_train_state({returned}, ...)."
+            f"gshard.shard_train_state({returned}, ...). To use the values from before training as "
+            "well, shard a second copy."
         )
 
 
