@@ -27,6 +27,7 @@ def as_module(model: Any, call: str) -> nnx.Module:
         )
     if isinstance(model, nnx.Module):
         ours = {name for name in vars(Wrapped) if not name.startswith("_")} | {"plan"}
+        ours -= set(dir(nnx.Module))  # which ours call
         hidden = [x for x in sorted(ours) if x in vars(model) or hasattr(type(model), x)]
         if hidden:
             raise GShardError(

@@ -191,6 +191,11 @@ class Wrapped(Keeping):
         """
         return kept(self).no_sync()
 
+    def train(self, mode: bool = True, **attributes: Any) -> None:
+        """Calls the model's own `train`, or its `eval` with `mode=False`, as PyTorch's does."""
+        own: Any = super()
+        (own.train if flag("mode", mode) else own.eval)(**attributes)
+
     def clear_gradients(self) -> None:
         """Drops all gradients."""
         kept(self).clear()

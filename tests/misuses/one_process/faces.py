@@ -172,6 +172,15 @@ def no_grads(_):
     optimizer.step()
 
 
+def evaluated(_):
+    """`train(False)` and `train(mode=False)`, as PyTorch's users turn dropout off."""
+    model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), plain())
+    by_position, by_name = (gshard.pytorch.DistributedDataParallel(model) for _ in range(2))
+    by_position.train(False)
+    by_name.train(mode=False)
+    return [x(BATCH["x"]) for x in (by_position, by_name)], [plain()(BATCH["x"])] * 2
+
+
 def missing_process(func: Any, *args: Any, **options: Any) -> Any:
     return gshard.distributed.spawn(func, *args, **options)
 
@@ -417,6 +426,8 @@ ROWS = {
     ),
     "an entry of a moment is set in opt.state": raw(set_entry, ValueError, "read-only"),
     "gradients of one layer set to None before the next backward": right(grads_of_the_last),
+    "train(False)": right(evaluated),
+    "train of a text": refused(lambda _: data_parallel().train("eval"), "mode='eval'"),
     "grads = None": refused(no_grads, "there are no gradients"),
     "copy.deepcopy of a ZeroRedundancyOptimizer": refused(
         lambda _: copy.deepcopy(zero()), "cannot be copied", "opt.state_dict()"
