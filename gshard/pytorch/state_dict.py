@@ -53,7 +53,7 @@ def _wrong(value: Any, like: Any) -> str:
 
 
 def entries(given: Any, count: int) -> Any:
-    """Returns a list, also from the mapping "0", "1", ... without empty entries that a file has."""
+    """Returns a list, also from the mapping "0", "1", ... that `save` made of it before 0.1."""
     if isinstance(given, Mapping) and {*given} <= {str(i) for i in range(count)}:
         return [given.get(str(i), {}) for i in range(count)]
     return given

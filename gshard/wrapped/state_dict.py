@@ -282,9 +282,9 @@ def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
     stay. With several processes all of them make the call, and the first one writes.
 
     Args:
-      state_dict: the state of a model or an optimizer, or nested dictionaries of arrays, numbers
-        and strings. Lists and tuples are written as dictionaries by position or field name,
-        without empty entries; integer keys become strings.
+      state_dict: the state of a model or an optimizer, or nested dictionaries and lists of arrays,
+        numbers, strings and None. Tuples come back as lists, and named ones as dictionaries by
+        field name; integer keys become strings.
       path: the directory, which is created if needed.
 
     Raises:
@@ -351,7 +351,7 @@ def load(path: str | Path) -> dict[str, Any]:
       path: the directory that was passed to `save`.
 
     Returns:
-      Nested dictionaries of NumPy arrays, numbers and strings.
+      Nested dictionaries and lists of NumPy arrays, numbers, strings and None.
 
     Raises:
       DamagedCheckpointError: a file does not match its checksum.
@@ -383,40 +383,34 @@ def _path(path: Any) -> Path:
     return Path(path).expanduser().resolve()
 
 
-def _writable(tree: Mapping[str, Any], inside: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        path = f"{inside}{name}"
-        if type(name) is int and str(name) not in tree:  # layers of a list, in NNX
-            name = str(name)
-        if not isinstance(name, str):
-            raise GShardError(f"save: the key {shown(name)} in {inside or 'it'} is not a string.")
-        if isinstance(value, (list, tuple)):
-            if not jax.tree.leaves(value):
-                continue
-            fields = getattr(value, "_fields", map(str, range(len(value))))
-            entries = zip(fields, value, strict=True)
-            value = {key: x for key, x in entries if jax.tree.leaves(x)}
-        if isinstance(value, Mapping):
-            if not value:
-                raise GShardError(f"save: {path} is empty: there is nothing to write.")
-            found[name] = _writable(value, f"{path}/")
-        elif isinstance(value, (bool, int, float, str)):
-            found[name] = value
-        elif isinstance(value, (np.ndarray, np.generic, jax.Array)):
-            found[name] = _array(value, path)
-        else:
-            raise GShardError(
-                f"save: {path} is {shown(value)}. A state dict holds arrays, numbers, strings and "
-                "dictionaries of these."
-            )
-    return found
+def _writable(value: Any, path: str) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        found: dict[str, Any] = {}
+        for name, x in value.items():
+            if type(name) is int and str(name) not in value:  # layers of a list, in NNX
+                name = str(name)
+            if not isinstance(name, str):
+                raise GShardError(f"save: the key {shown(name)} in {path or 'it'} is not a string.")
+            found[name] = _writable(x, f"{path}/{name}" if path else name)
+        return found
+    if isinstance(value, (list, tuple)):
+        return [_writable(x, f"{path}/{i}") for i, x in enumerate(value)]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        return _array(value, path)
+    raise GShardError(
+        f"save: {path} is {shown(value)}. A state dict holds arrays, numbers, strings, None, and "
+        "dictionaries and lists of these."
+    )
 
 
 def _refuse_same_names(values: dict[str, Any]) -> None:
     """Orbax joins names with a dot, so that `{"a": {"b": x}, "a.b": y}` would be one array."""
     keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(values)[0]]
-    names = [[str(key.key) for key in path] for path in keys]
+    names = [[jax.tree_util.keystr((key,), simple=True) for key in path] for path in keys]
     first: dict[str, list[str]] = {}
     for path in names:
         other = first.setdefault(".".join(path), path)

@@ -937,6 +937,22 @@ def test_arrays_that_are_no_variables_are_saved_too(tmp_path):
     np.testing.assert_array_equal(model.state_dict()["table"], np.ones(13))
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"losses": [3.0, 2.0], "tags": ["a", None, "b"], "milestones": [[1, 2], [3]]},
+        {"history": [], "meta": {}, "schedule": None, "deep": [{}, [[], None]]},
+        {"many": list(range(12))},
+    ],
+)
+def test_lists_and_empty_entries_come_back(values, tmp_path):
+    gshard.paddle.save({**values, "w": np.arange(3.0), "moments": [np.ones(2)]}, tmp_path)
+    loaded = gshard.paddle.load(tmp_path)
+    np.testing.assert_array_equal(loaded.pop("w"), np.arange(3.0))
+    np.testing.assert_array_equal(loaded.pop("moments"), [np.ones(2)])
+    assert loaded == values
+
+
 def test_other_files_next_to_a_saved_state_stay(tmp_path):
     """Also an interrupted exchange: the old state is found, and replaced later."""
     model, optimizer, scaler = wrap("os", scaler=gshard.GradScaler())
@@ -1129,7 +1145,7 @@ def copy_of(model):
             "not the param",
         ),
         (lambda: gshard.paddle.load("/nowhere/at/all"), "does not exist"),
-        (lambda: gshard.paddle.save({"a": "b", "c": None}, "never"), "c is None"),
+        (lambda: gshard.paddle.save({"a": [1, {2}]}, "never"), "a/1 is a set"),
     ],
 )
 def test_bad_input(act, says):
@@ -1177,6 +1193,8 @@ def test_a_state_dict_whose_names_are_one_array_is_refused(tmp_path):
     """Both arrays were read as the one that was written last."""
     with pytest.raises(gshard.GShardError, match=r"ema/w and ema.w would be .* array, ema.w"):
         gshard.paddle.save({"ema": {"w": np.zeros(2)}, "ema.w": np.ones(2)}, tmp_path / "x")
+    with pytest.raises(gshard.GShardError, match=r"ema/0 and ema.0 would be .* array, ema.0"):
+        gshard.paddle.save({"ema": [np.zeros(2)], "ema.0": np.ones(2)}, tmp_path / "x")
     with pytest.raises(gshard.GShardError, match=r"rng/0 holds random keys.*key_data"):
         gshard.paddle.save({"rng": [jax.random.key(0)]}, tmp_path / "x")
     gshard.paddle.save({"ema": {"w.a": np.zeros(2)}, "w.a": np.ones(2)}, tmp_path / "x")

@@ -251,6 +251,10 @@ ROWS = {
         lambda path: gshard.paddle.save(plain(), path / "x"),
         *("is not a state dict", "model.state_dict()"),
     ),
+    "paddle.save of a set": refused(
+        lambda path: gshard.paddle.save({"epochs": [1, {2}]}, path / "x"),
+        *("epochs/1 is a set", "dictionaries and lists"),
+    ),
     "paddle.save with swapped arguments": refused(
         lambda path: gshard.paddle.save(path / "x", {"w": np.ones(3)}), "path=a dict"
     ),
