@@ -434,6 +434,10 @@ class TrainStep:
         refuse_original(state, self.plan, call)
         refuse_iterator(batch)
         parts = self.plan.kind.split(state)
+        if not isinstance(parts.opt_state, ShardedOptState):  # a new optimizer of a sharded model?
+            shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(parts.params)]
+            if all(getattr(x, "mesh", None) == self.plan.mesh for x in shardings):
+                check_optimizer(state, self.plan, call)
         leaves = self._check(parts, batch, abstract)
         check_optimizer(state, self.plan, call)
         return state, parts, leaves, batch

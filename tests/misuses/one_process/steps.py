@@ -165,6 +165,11 @@ def tx_of_pair(_):
     step(model, optimizer, BATCH)
 
 
+def new_optimizer(tx: Any) -> None:
+    (model, _), _, step = nnx_kept()
+    step(model, nnx.Optimizer(model, tx, wrt=nnx.Param), BATCH)
+
+
 def wrt_of_pair(_):
     (model, optimizer), _, step = nnx_kept()
     optimizer.wrt = nnx.All(nnx.Param, nnx.PathContains("kernel"))
@@ -411,6 +416,15 @@ ROWS = {
         *("the optimizer of this state", "plan.unwrap(state)", "inject_hyperparams"),
     ),
     "another optimizer put into a pair of NNX": refused(tx_of_pair, "the optimizer of this state"),
+    "a new optimizer for a sharded model of NNX": refused(
+        lambda _: new_optimizer(ADAM), "the optimizer of this state was replaced", "plan.unwrap"
+    ),
+    "a new optimizer without state for a sharded model of NNX": refused(
+        lambda _: new_optimizer(optax.sgd(0.1)), "the optimizer of this state was replaced"
+    ),
+    "a pair of NNX that was not sharded": refused(
+        lambda _: nnx_kept()[2](*pair(), BATCH), "Pass what gshard.shard_train_state returned"
+    ),
     "another wrt= put into the optimizer of NNX": refused(
         wrt_of_pair, "the wrt= of the optimizer of this state was replaced", "plan.unwrap"
     ),
