@@ -221,13 +221,16 @@ def check_examples(batch: Any, devices: int, micro_batches: int, what: str = "de
             )
     for path, n in counts.items():
         if n != count:
+            from gshard.train_state.nnx import refuse_modules  # imports NNX, which takes a while
+
+            refuse_modules(batch)
             raise GShardError(
                 f"batch{subscript(path)} has {_examples(n)} and batch{subscript(first)} has "
                 f"{count}. All arrays of a batch must have the same number of examples, along "
                 "their leading dimension: transpose an array that has them elsewhere, and np.stack "
                 "a list of rows. An array without examples, such as class weights, must be a field "
-                "of the train state or come from outside the loss. A random key goes into a batch "
-                "as a typed scalar, jax.random.key(seed)."
+                "of the train state (with NNX a Variable of the model) or come from outside the "
+                "loss. A random key goes into a batch as a typed scalar, jax.random.key(seed)."
             )
     unit = devices * micro_batches
     if count % unit or not count:

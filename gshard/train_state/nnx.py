@@ -188,7 +188,7 @@ class Nnx(Kind):
                     _warn_of_attributes(before, _attributes(model))
                 return out, (nnx.as_pure(params), dict(zip(*flatten(rest)[:2], strict=True)))
 
-            _refuse_modules(batch)
+            refuse_modules(batch)
             out, (params_after, after) = run(params, non_trainable)
             given = {*flatten(params)[0], *non_trainable}
             kept = {*flatten(params_after)[0], *after}
@@ -220,7 +220,7 @@ class Nnx(Kind):
         return jax.tree.unflatten(structure, jax.tree.leaves(grads))
 
 
-def _refuse_modules(batch: Any) -> None:
+def refuse_modules(batch: Any) -> None:
     """Refuses modules in a batch: what a loss writes into them would be lost."""
 
     def is_module(x: Any) -> bool:
@@ -232,8 +232,8 @@ def _refuse_modules(batch: Any) -> None:
         if is_module(x):
             place = f"batch[{path_of(keys)!r}]" if keys else "the batch"
             raise GShardError(
-                f"{place} is of NNX ({type(x).__name__}), and what the loss "
-                "changes in it would be lost. Make it a part of the model, or pass its arrays."
+                f"{place} is of NNX ({type(x).__name__}), and what the loss changes in it would be "
+                "lost. Make it a part of the model."
             )
 
 

@@ -214,6 +214,10 @@ ROWS = {
     "a number of bfloat16": right(
         lambda _: as_alone({**BATCH, "scale": jnp.ones(1, jnp.bfloat16)[0]}, with_scale)
     ),
+    "a module of NNX": refused(
+        lambda _: train({**BATCH, "teacher": nnx.Linear(8, 8, rngs=nnx.Rngs(0))}),
+        *("batch['teacher'] is of NNX (Linear)", "Make it a part of the model"),
+    ),
     "an NNX variable": right(lambda _: as_alone({"x": nnx.Variable(jnp.asarray(X)), "y": Y})),
     "a NumPy matrix": right(lambda _: as_alone({"x": np.asmatrix(X), "y": Y})),
     "a memory map that is read only": right(lambda path: as_alone({"x": mapped(path), "y": Y})),
