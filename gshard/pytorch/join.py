@@ -66,19 +66,20 @@ class Join:
         flag("divide_by_initial_world_size", divide_by_initial_world_size)
         if not isinstance(joinables, Sequence) or not joinables:
             raise GShardError(
-                f"Join({shown(joinables)}): pass a list of at least one DataParallel or "
-                "ZeroRedundancyOptimizer."
+                f"Join({shown(joinables)}): pass a list of at least one "
+                "DistributedDataParallel or ZeroRedundancyOptimizer."
             )
         for x in joinables:
             if not isinstance(x, (Wrapped, ZeroRedundancyOptimizer)):
                 raise ArgumentTypeError(
-                    f"Join: {shown(x)} is neither a DataParallel nor a ZeroRedundancyOptimizer."
+                    f"Join: {shown(x)} is neither a DistributedDataParallel nor a "
+                    "ZeroRedundancyOptimizer."
                 )
         models = [x if isinstance(x, Wrapped) else x.ddp for x in joinables]
         if None in models:
             raise GShardError(
-                "Join: this ZeroRedundancyOptimizer has no DataParallel, whose backward gives "
-                "devices without data no weight. For your own gradients, return "
+                "Join: this ZeroRedundancyOptimizer has no DistributedDataParallel, whose backward "
+                "gives devices without data no weight. For your own gradients, return "
                 "gshard.Weighted(sum, weight) from the loss instead."
             )
         plans: list[Any] = [x.plan for x in joinables]

@@ -20,8 +20,8 @@ from gshard.wrapped.data_parallel import DataParallel
 from gshard.wrapped.wrapped_model import Wrapped, follow, keepers, kept
 
 _HINT = (
-    "Pass an nnx.Module, a gshard.pytorch.DataParallel or its parameters(), a tree or an "
-    "iterable of arrays, or a list of groups such as [{'params': ..., 'lr': 1e-3}]."
+    "Pass an nnx.Module, a DistributedDataParallel or its parameters(), a tree or an iterable of "
+    "arrays, or a list of groups such as [{'params': ..., 'lr': 1e-3}]."
 )
 
 Labels = Sequence[int | None]
@@ -112,8 +112,8 @@ class Model(Parameters):
             if not isinstance(model, DataParallel):
                 raise GShardError(
                     "this model came from group_sharded_parallel, together with an optimizer whose "
-                    "state is sharded already. Use that one, or wrap the model in "
-                    "gshard.pytorch.DataParallel."
+                    "state is sharded already. Use that one, or wrap the model that it was made "
+                    "from in gshard.pytorch.DistributedDataParallel."
                 )
         self.labels: Labels = [0 if label_of is None else label_of.get(i) for i in self._ids()]
 

@@ -54,8 +54,8 @@ class OptimizerStep:
         keep, loss = engine.target.accumulation, None
         if keep is not None and keep.stepped_by is not engine:
             raise CallOrderError(
-                "step: another optimizer has been made for this DataParallel since. Make one "
-                "optimizer with groups: [{'params': ...}, {'params': ...}], or use add_param_group."
+                "step: another optimizer has been made for this model since. Make one optimizer "
+                "with groups: [{'params': ...}, {'params': ...}], or use add_param_group."
             )
         if closure is not None:
             loss, grads = _called(closure, keep)
@@ -104,13 +104,13 @@ def _checked(grads: Any, engine: Even | Greedy) -> tuple[Any, tuple[int, ...]]:
         elif keep.joined is not None:
             raise GShardError(
                 "step: within Join the gradients must come from backward, which gives devices "
-                "without data no weight. Pass no gradients, or leave the DataParallel out of "
-                "Join and weight the examples yourself."
+                "without data no weight. Pass no gradients, or leave the model out of Join "
+                "and weight the examples yourself."
             )
         elif keep.grads is not None:
             raise GShardError(
-                "step: gradients were passed, but the DataParallel has others from backward. "
-                "Call zero_grad() before, or step() without gradients."
+                "step: gradients were passed, but the model has others from backward. Call "
+                "zero_grad() before, or step() without gradients."
             )
     if isinstance(grads, LocalGradients):
         return grads, ()

@@ -322,15 +322,15 @@ class ZeroRedundancyOptimizer:
             given, _ = mesh_of(process_group, argument="process_group")
             if given.devices.tolist() != mesh.devices.tolist():
                 raise GShardError(
-                    "process_group= names other devices than those of the DataParallel, whose "
-                    "group= decides. Leave it out."
+                    "process_group= names other devices than those of the wrapped model, which "
+                    "decide. Leave it out."
                 )
         return mesh, ddp.plan.group.replica or None
 
     def _can_overlap(self, target: Parameters) -> bool:
         why = ""
         if target.accumulation is None:
-            why = "it needs a gshard.pytorch.DataParallel"
+            why = "it needs a DistributedDataParallel"
         elif self._make is not Even:
             why = "partition='greedy' updates on each owner's device"
         if why:

@@ -232,8 +232,7 @@ class Accumulation:
         if self._pending is not None:
             raise GShardError(
                 "gradients of no_sync() have not been reduced over the devices. Call one backward "
-                "outside it, or gshard.paddle.fused_allreduce_gradients(model.parameters(), None); "
-                "model.clear_gradients() discards them."
+                "outside it; model.clear_gradients() discards them."
             )
 
     def refuse_scaled(self) -> None:

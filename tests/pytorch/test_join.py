@@ -172,7 +172,7 @@ def test_an_optimizer_brings_its_model_and_others_are_refused():
                 opt.step(dp.grads)
             opt.step()
     alone = ZRO(Net(), optax.adam, devices(2), lr=0.01)
-    with pytest.raises(gshard.GShardError, match="has no DataParallel"):
+    with pytest.raises(gshard.GShardError, match="has no DistributedDataParallel"):
         gshard.pytorch.Join([alone])
 
 

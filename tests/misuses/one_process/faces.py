@@ -172,6 +172,29 @@ def no_grads(_):
     optimizer.step()
 
 
+def first_of_two_optimizers(_):
+    model = gshard.pytorch.DistributedDataParallel(plain())
+    first, _ = (ZeRO(model.parameters(), optax.sgd, lr=0.1) for _ in range(2))
+    model.backward(model_loss, BATCH)
+    first.step()
+
+
+def step_within_no_sync(_):
+    model = gshard.pytorch.DistributedDataParallel(plain())
+    optimizer = ZeRO(model.parameters(), optax.sgd, lr=0.1)
+    with model.no_sync():
+        model.backward(model_loss, BATCH)
+        optimizer.step()
+
+
+def copy_wrapped(_):
+    """A copy of a wrapped model is wrapped by way of the model that it was made from."""
+    model = gshard.pytorch.DistributedDataParallel(plain())
+    other = gshard.pytorch.DistributedDataParallel(pair(seed=1)[0])
+    other.load_state_dict(copy.deepcopy(model).state_dict())
+    return other.state_dict(), model.state_dict()
+
+
 def evaluated(_):
     """`train(False)` and `train(mode=False)`, as PyTorch's users turn dropout off."""
     model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), plain())
@@ -213,6 +236,15 @@ ROWS = {
     "offload=1": refused(lambda _: wrapped(offload=1), "offload"),
     "buffer_max_size=-1": refused(lambda _: wrapped(buffer_max_size=-1), "buffer_max_size"),
     "a model that is wrapped already": refused(wrap_twice, "already"),
+    "a copy of a wrapped model is wrapped": refused(
+        lambda _: gshard.pytorch.DistributedDataParallel(copy.deepcopy(data_parallel())),
+        *("wrapped already", "load_state_dict(model.state_dict())"),
+    ),
+    "the values of a copy of a wrapped model": right(copy_wrapped),
+    "the first of two optimizers for one DistributedDataParallel": refused(
+        first_of_two_optimizers, "made for this model since", "add_param_group"
+    ),
+    "a step within no_sync": refused(step_within_no_sync, "Call one backward outside it"),
     "step before backward": refused(step_first, "no gradients"),
     "step twice": right(twice),
     "clear_grad is forgotten": right(not_cleared),
