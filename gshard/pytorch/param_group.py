@@ -162,10 +162,13 @@ class ParamGroup(MutableMapping[str, Any]):
                 f"{self.name} has no hyperparameter {name!r}.{_in_optax(name, value, list(self))}"
             )
         elif type(value) is not type(self.fixed[own]) or not np.all(value == self.fixed[own]):
+            new = shown(value)
+            if callable(self.fixed[own]) and _is_number(value):  # whose state has a count too
+                new = f"optax.constant_schedule({new})"
             raise GShardError(
                 f"{name} of {self.name} is fixed: {_why_fixed(self.fixed[own])}. Make a "
-                f"new ZeroRedundancyOptimizer with {name}={shown(value)}, and load the state dict "
-                "of this one where it fits."
+                f"new ZeroRedundancyOptimizer with {name}={new}, and load the state dict of this "
+                "one where it fits."
             )
 
     def __delitem__(self, name: str) -> None:

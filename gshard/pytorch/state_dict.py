@@ -40,7 +40,13 @@ def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:
         found.append(structure.unflatten([given.get(path) for path in paths]))
     lists = {"missing ": missing, "unknown ": unknown, "": wrong}
     if what := "; ".join(words + some(names) for words, names in lists.items() if names):
-        raise GShardError(f"load_state_dict: {what}. Nothing was changed.")
+        hint = ""
+        if all(path.endswith("/count") for path in unknown) and not (missing or wrong):
+            hint = (
+                " A learning rate that is a schedule counts steps: for a fixed one give "
+                "lr=optax.constant_schedule(1e-3)."
+            )
+        raise GShardError(f"load_state_dict: {what}.{hint} Nothing was changed.")
     return found
 
 

@@ -195,6 +195,25 @@ def copy_wrapped(_):
     return other.state_dict(), model.state_dict()
 
 
+RATE = optax.cosine_decay_schedule(0.1, 10)
+
+
+def over_a_schedule(lr: Any) -> Any:
+    """A state of a learning rate that was a schedule is loaded with another one."""
+    own, new = zero(lr=RATE), zero(lr=lr)
+    grads = jax.grad(loss_fn)(params(), BATCH)
+    own.step(grads)
+    new.load_state_dict(own.state_dict())
+    return new.step(grads), grads
+
+
+def fixed_after_a_schedule(_):
+    found, grads = over_a_schedule(optax.constant_schedule(0.5))
+    plain, tx = params(), optax.adam(0.5)
+    state = tx.update(grads, tx.init(plain))[1]
+    return found, optax.apply_updates(plain, tx.update(grads, state)[0])
+
+
 def evaluated(_):
     """`train(False)` and `train(mode=False)`, as PyTorch's users turn dropout off."""
     model = nnx.Sequential(nnx.Dropout(0.5, rngs=nnx.Rngs(0)), plain())
@@ -419,6 +438,13 @@ ROWS = {
         lambda _: setattr(zero(), "param_groups", [{"lr": 1.0}]), "add_param_group"
     ),
     "a learning rate of PyTorch's name in a saved state": right(edited_state),
+    "a number for a learning rate that is a schedule": refused(
+        lambda _: zero(lr=RATE).param_groups[0].update(lr=0.5), "lr=optax.constant_schedule(0.5)"
+    ),
+    "a fixed learning rate for the state of a schedule": refused(
+        lambda _: over_a_schedule(0.5), "unknown 1/count", "lr=optax.constant_schedule("
+    ),
+    "a constant schedule for the state of a schedule": right(fixed_after_a_schedule),
     "a hyperparameter of a saved state that nobody takes": warned(
         lambda _: local_state(lambda x: {**x, "param_groups": [{"lamb": 1.0}]}),
         *("lamb", "are ignored", "learning_rate"),
