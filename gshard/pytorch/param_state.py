@@ -10,6 +10,7 @@ import numpy as np
 
 from gshard._util.errors import ArgumentTypeError, did_you_mean
 from gshard._util.pytree import flatten
+from gshard._util.validation import shown
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.state_dict import parameter_of
 
@@ -86,9 +87,9 @@ class ParamStates(Mapping[Any, Mapping[str, Any]]):
             key = list(self._by_path)[key]
         if not isinstance(key, str) or key not in self._by_path:
             raise KeyError(
-                f"opt.state has no parameter {parameter!r}. A key is a path such as "
+                f"opt.state has no parameter {shown(parameter)}. A key is a path such as "
                 f"{next(iter(self._by_path), '')!r}, or a number below {len(self._by_path)}."
-                f"{did_you_mean(str(parameter), self._by_path)}"
+                f"{did_you_mean(shown(parameter), self._by_path)}"
             )
         return self._by_path[key]
 

@@ -21,7 +21,7 @@ import optax
 from jax import core, lax
 
 from gshard._util.arguments import named_fields
-from gshard._util.errors import GShardError, NonFiniteError
+from gshard._util.errors import GShardError, MissingAttributeError, NonFiniteError
 from gshard._util.events import StepNumber
 from gshard._util.validation import check_integer, flag, shown
 
@@ -54,6 +54,14 @@ _INSTEAD = {  # of PyTorch's arguments
     "growth_interval": "It is incr_every_n_steps= here.",
     "device": "It needs no device: the scale is part of the train state.",
 }
+_CALLS = (  # of the scalers of Paddle and PyTorch
+    *("get_scale", "is_enable", "is_enabled", "load_state_dict", "loss_scaling", "minimize"),
+    *("set_state_dict", "step", "unscale_", "update"),
+)
+_SETTINGS_ONLY = (
+    "a gshard.GradScaler holds settings only. With Paddle's calls use the scaler that "
+    "group_sharded_parallel returned; make_train_step(scaler=) scales by itself."
+)
 
 
 @named_fields(_INSTEAD)
@@ -108,14 +116,15 @@ class GradScaler:
         for name in ("incr_every_n_steps", "decr_every_n_nan_or_inf"):
             check_integer(name, getattr(self, name), 1)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _CALLS:
+            raise MissingAttributeError(f"GradScaler.{name}: {_SETTINGS_ONLY}")
+        return object.__getattribute__(self, name)  # raises what Python says
+
     def scale(self, state: ScalerState) -> jax.Array:
         """Returns the scale of the next step, a float32 scalar."""
         if not isinstance(state, ScalerState):
-            raise GShardError(
-                f"GradScaler.scale({shown(state)}): a gshard.GradScaler holds settings only. With "
-                "Paddle's calls use the scaler that group_sharded_parallel returned; "
-                "make_train_step(scaler=) scales by itself."
-            )
+            raise GShardError(f"{shown(state)} is not the state of a scaler: {_SETTINGS_ONLY}")
         first, scale = jnp.float32(self.init_loss_scaling), jnp.asarray(state.scale)
         return jnp.where(scale > 0, scale, first) if self.use_dynamic_loss_scaling else first
 
@@ -133,7 +142,7 @@ class GradScaler:
         scale = jnp.where(shrinks, jnp.maximum(scale * self.decr_ratio, least), scale)
         return ScalerState(scale, jnp.where(grows, 0, good), jnp.where(shrinks, 0, bad))
 
-    def state_dict(self, state: ScalerState) -> dict[str, Any]:
+    def state_dict(self, state: Any = None) -> dict[str, Any]:
         """Returns settings and counts by Paddle's names; empty when not enabled.
 
         Args:

@@ -92,9 +92,10 @@ class WrappedOptimizer(Keeping):
         vars(self)["step"] = value
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
-        """Calls `nnx.Optimizer.update`; refuses gradients that are multiplied by a scale."""
+        """Calls `nnx.Optimizer.update`; refuses scaled gradients of `backward`, and its None."""
         keep = getattr(self, "_gshard", None)
         if keep is not None and grads is keep.grads:
+            keep.take()
             keep.refuse_scaled()
         own: Any = super()
         return own.update(model, grads, **kwargs)

@@ -265,6 +265,17 @@ ROWS = {
     ),
     "a step within no_sync": refused(step_within_no_sync, "Call one backward outside it"),
     "step before backward": refused(step_first, "no gradients"),
+    "update before backward": refused(
+        lambda _: (lambda model, optimizer, _: optimizer.update(model, model.grads))(*wrapped()),
+        "there are no gradients. Call model.backward(loss_fn, batch)",
+    ),
+    "state_dict of a scaler that was not given to group_sharded_parallel": refused(
+        lambda _: gshard.GradScaler().state_dict(), "holds settings only"
+    ),
+    "step of a scaler that was not given to group_sharded_parallel": refused(
+        lambda _: gshard.GradScaler().step(None),
+        *("GradScaler.step: a gshard.GradScaler holds settings only", "make_train_step(scaler=)"),
+    ),
     "step twice": right(twice),
     "clear_grad is forgotten": right(not_cleared),
     "loss.backward()": raw(eager_backward, AttributeError, "backward"),
@@ -485,6 +496,9 @@ ROWS = {
     ),
     "a moment is set in opt.state": refused(
         set_moment, "snapshot", "opt.load_state_dict(state)", error=gshard.ArgumentTypeError
+    ),
+    "a Variable as a key of opt.state": raw(
+        lambda _: zero().state[plain().kernel], KeyError, "no parameter a Param. A key is a path"
     ),
     "an entry of a moment is set in opt.state": raw(set_entry, ValueError, "read-only"),
     "gradients of one layer set to None before the next backward": right(grads_of_the_last),
