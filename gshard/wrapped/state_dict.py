@@ -384,8 +384,8 @@ def _path(path: Any) -> Path:
 
 
 def _writable(value: Any, path: str) -> Any:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        value = value._asdict()
+    if isinstance(value, tuple) and (fields := getattr(value, "_fields", None)) is not None:
+        value = dict(zip(fields, value, strict=True))
     if isinstance(value, Mapping):
         found: dict[str, Any] = {}
         for name, x in value.items():
