@@ -263,7 +263,7 @@ ROWS = {
     "the first of two optimizers for one DistributedDataParallel": refused(
         first_of_two_optimizers, "made for this model since", "add_param_group"
     ),
-    "a step within no_sync": refused(step_within_no_sync, "Call one backward outside it"),
+    "a step within no_sync": refused(step_within_no_sync, "outside it; model.clear_gradients()"),
     "step before backward": refused(step_first, "no gradients"),
     "update before backward": refused(
         lambda _: (lambda model, optimizer, _: optimizer.update(model, model.grads))(*wrapped()),
