@@ -145,7 +145,7 @@ class Greedy:
 
     def load_shards(self, shards: Sequence[Any]) -> None:
         refuse_other_shards(shards, self.shards())
-        # A file of before 0.1 has no empty entries.
+        # Files that were written without empty entries are read too.
         self._set({i: [group.get(str(i), {}) for group in shards] for i in self._own})
 
     def loads(self) -> list[int]:

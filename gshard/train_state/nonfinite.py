@@ -54,10 +54,8 @@ _INSTEAD = {  # of PyTorch's arguments
     "growth_interval": "It is incr_every_n_steps= here.",
     "device": "It needs no device: the scale is part of the train state.",
 }
-_CALLS = (  # of the scalers of Paddle and PyTorch
-    *("get_scale", "is_enable", "is_enabled", "load_state_dict", "loss_scaling", "minimize"),
-    *("set_state_dict", "step", "unscale_", "update"),
-)
+# How the calls of Paddle's and PyTorch's scalers begin.
+_CALLS = ("get_", "is_", "load_state_dict", "minimize", "set_", "step", "unscale_", "update")
 _SETTINGS_ONLY = (
     "a gshard.GradScaler holds settings only. With Paddle's calls use the scaler that "
     "group_sharded_parallel returned; make_train_step(scaler=) scales by itself."
@@ -117,7 +115,7 @@ class GradScaler:
             check_integer(name, getattr(self, name), 1)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _CALLS:
+        if name.startswith(_CALLS):
             raise MissingAttributeError(f"GradScaler.{name}: {_SETTINGS_ONLY}")
         return object.__getattribute__(self, name)  # raises what Python says
 
