@@ -55,7 +55,17 @@ _INSTEAD = {  # of PyTorch's arguments
     "device": "It needs no device: the scale is part of the train state.",
 }
 # How the calls of Paddle's and PyTorch's scalers begin.
-_CALLS = ("get_", "is_", "load_state_dict", "minimize", "set_", "step", "unscale_", "update")
+_CALLS = (
+    "get_",
+    "is_",
+    "load_state_dict",
+    "loss_scaling",
+    "minimize",
+    "set_",
+    "step",
+    "unscale_",
+    "update",
+)
 _SETTINGS_ONLY = (
     "a gshard.GradScaler holds settings only. With Paddle's calls use the scaler that "
     "group_sharded_parallel returned; make_train_step(scaler=) scales by itself."
