@@ -63,3 +63,19 @@ def warn_of_padding(arrays: Sequence[Any], name: str = "") -> None:
                 "gshard.full_params(state) of that state; or shard it with "
                 'indivisible="replicate".'
             )
+
+
+def explain_shapes(error: Exception) -> None:
+    """Adds a note to an error about shapes in a loss, if arrays are stored with padding."""
+    stored = [
+        f"{layout.path} {list(layout.shape)} as {list(layout.stored_shape)}"
+        for of_form in _stored.values()
+        for layout in list(of_form.values())[:1]
+    ]
+    if stored and "shape" in str(error) and not hasattr(error, "__notes__"):
+        error.add_note(
+            "If the loss reads arrays of a sharded state from outside its arguments, such as a "
+            f"second network: some are padded with zeros, {some(stored, 3)}. Make them a field of "
+            "the train state that is trained, or shard their state with "
+            'indivisible="replicate".'
+        )

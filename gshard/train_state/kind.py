@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 from jax import core as jax_core
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
-from jax.tree_util import tree_map_with_path
+from jax.tree_util import Partial, tree_map_with_path
 
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import JIT, bind, called, evaluate
@@ -37,13 +37,16 @@ def kind_of(state: Any) -> Kind:
         from gshard.train_state.nnx import Nnx
 
         return Nnx(state[1].wrt)
-    what = f"a {type(state).__name__}"
+    what, advice = f"a {type(state).__name__}", ""
+    if all(hasattr(state, name) for name in ("params", "tx")):
+        what += f" of {type(state).__module__}"
+        advice = " Of a class of your own pass (state.params, state.tx), or derive it from Flax's."
     if isinstance(state, (tuple, list)):
         what += f" of ({', '.join(type(item).__name__ for item in state)})"
     raise GShardError(
         f"state is {what}. Pass a flax TrainState, an NNX (model, optimizer) pair with "
         "optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param), (params, optax transformation), or a "
-        "function that makes one of these."
+        f"function that makes one of these.{advice}"
     )
 
 
@@ -105,9 +108,10 @@ def is_optimizer(x: Any) -> bool:
 
 
 def is_init(state: Any) -> bool:
-    """Whether this is a function that makes a train state, rather than a callable model."""
+    """Whether this is a function that makes a train state, rather than a callable model or tree."""
     others = (type, TrainState, tuple, nn.Module, *_nnx("Module"))
-    return callable(state) and not isinstance(state, others)
+    is_tree = not isinstance(state, Partial) and not jax.tree_util.all_leaves([state])
+    return callable(state) and not isinstance(state, others) and not is_tree
 
 
 def is_nnx_pair(state: Any) -> bool:

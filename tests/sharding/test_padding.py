@@ -124,6 +124,23 @@ def test_a_loss_that_closes_over_an_array_with_padding_is_warned_of(indivisible,
             assert run(teacher.params["w"]) != pytest.approx(wanted)
 
 
+def test_an_error_about_the_shape_of_a_second_network_says_that_it_is_padded():
+    mesh = gshard.make_mesh(devices=jax.devices()[:3])
+    teacher, student = ({"w": jnp.ones((7, 29)) * i} for i in range(2))
+    (other, _), (state, plan) = (
+        gshard.shard_train_state((x, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=0)
+        for x in (teacher, student)
+    )
+
+    def loss(p, x):
+        return jnp.square(x @ p["w"] - x @ other.params["w"]).mean()
+
+    for make in (gshard.make_train_step, gshard.make_eval_step):
+        with pytest.raises(TypeError, match="shape") as caught:
+            make(loss, plan)(state, jnp.ones((6, 7)))
+        assert "w [7, 29] as [7, 30]" in " ".join(caught.value.__notes__)
+
+
 def test_padded_parameters_of_another_state_that_are_passed_by_name_are_warned_of():
     mesh = gshard.make_mesh(devices=jax.devices()[:3])
     given = {"w": jnp.ones((7, 29))}, optax.sgd(0.1)

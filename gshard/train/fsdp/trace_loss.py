@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from gshard._util.errors import GShardError, warn
 from gshard._util.jaxpr import abstract_like, line_of_error
-from gshard.sharding.padded_storage import warn_of_padding
+from gshard.sharding.padded_storage import explain_shapes, warn_of_padding
 from gshard.sharding.topology import SEQUENCE
 from gshard.train.fsdp.constraints import Change, bracketed, shard_map_error
 
@@ -65,6 +65,7 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
             if isinstance(error, GShardError):
                 raise
             if not _ABOUT_MESHES.search(str(error)):
+                explain_shapes(error)
                 if _EXPLICIT.search(str(error)):
                     raise _explicit_refusal(error) from error
                 raise
@@ -77,6 +78,9 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
             else:
                 mesh = _mesh_of_user(here, missing) if mesh is None else AbstractMesh((), ())
             refused.append(error)
+        except Exception as error:
+            explain_shapes(error)
+            raise
     ignored = model_axes if mesh is not None and mesh.empty else []
     for error in missing.values():
         _warn_of_missing(error, ignored)

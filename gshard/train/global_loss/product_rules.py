@@ -73,6 +73,11 @@ def windows(given: Given) -> Decision | None:
 def matrices(given: Given) -> Decision | None:
     """Stacks of matrices, of which the last two dimensions are one."""
     place = first_sharded(given.placements)
+    if given.eqn.primitive.name == "triangular_solve" and not given.placements[0].is_sharded:
+        # Each column of the right side, or with the matrix on the right each row, is on its own.
+        own = len(given.shapes[1]) - (1 if given.params["left_side"] else 2)
+        if place.dim == own:
+            return Decision([REPLICATED, place], [place])
     if not agree(given.placements, place) or any(place.dim >= len(s) - 2 for s in given.shapes):
         return None
     size = given.shapes[0][place.dim]

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from gshard._util.arrays import at_least_float32, wide_dtype
+from gshard._util.errors import warn
 from gshard._util.jaxpr import abstract, abstract_like
+from gshard._util.jaxpr_dataflow import inputs_used
 from gshard.sharding.group import Group
 from gshard.train.comm.examples import gather_examples
 from gshard.train.fsdp.trace_loss import trace_loss
@@ -206,6 +208,15 @@ def evaluate_loss(
         structure.unflatten(map(full, arrays, dims)),
         jax.tree.map(abstract_like, rng),
     )
+    if trained and arrays and parts > 1:
+        of_batch = range(len(params), len(params) + len(arrays))
+        given = [frozenset([i][: i in of_batch]) for i in range(len(jaxpr.invars))]
+        if not any(inputs_used(jaxpr, given)):
+            warn(
+                "the loss does not read its batch, so nothing is split: every device computes all "
+                "of it. Compute the loss from the argument, loss_fn(params, batch), not from a "
+                "batch that it closes over."
+            )
     leaves = [
         (x, REPLICATED if dim is None else Placement("sharded", dim, kept=True), at < trained)
         for at, (x, dim) in enumerate(zip(params, kept, strict=True))

@@ -232,6 +232,9 @@ ROWS = {
     "it is jitted": right(lambda _: (one(jax.jit(loss_fn))[0], alone())),
     "it closes over arrays": right(closed_over),
     "it closes over an array of a sharded state": right(closed_over_sharded),
+    "it closes over the batch": warned(
+        lambda _: one(lambda p, _: loss_fn(p, BATCH)), "does not read its batch", "every device"
+    ),
     "it closes over a key": right(closed_over_key),
     "it reads other parameters than its own": refused(closed_over_state, "does not depend on"),
     "it reads constants instead of its parameters": refused(

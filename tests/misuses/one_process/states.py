@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
-from flax import nnx
+from flax import nnx, struct
 from flax.training.train_state import TrainState
 
 import gshard
@@ -35,6 +35,16 @@ from tests.misuses.table import raw, refused, right, warned
 
 BIG = 2**40
 ABSTRACT = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params())
+
+
+class OfTheirOwn(struct.PyTreeNode):
+    """A train state as several repositories define it, which calls the model."""
+
+    params: Any
+    tx: Any = struct.field(pytree_node=False)
+
+    def __call__(self, x: Any) -> Any:
+        return x @ self.params["w"]
 
 
 def plain(**more: Any) -> Any:
@@ -158,6 +168,10 @@ ROWS = {
     ),
     "a class instead of a state": refused(
         lambda _: shard(TrainState), "state is a type", "TrainState"
+    ),
+    "a train state of another class, which can be called": refused(
+        lambda _: shard(OfTheirOwn(params(), ADAM)),
+        *("a OfTheirOwn of tests.misuses", "pass (state.params, state.tx)"),
     ),
     "the optimizer first": refused(
         lambda _: shard((ADAM, params())),

@@ -66,6 +66,10 @@ def solve(x, y):
     return lax.linalg.triangular_solve(x, y, left_side=True, lower=True)
 
 
+def solve_rows(x, y):
+    return lax.linalg.triangular_solve(x, y, left_side=False, lower=True)
+
+
 def householder(x):
     taus = lax.stop_gradient(x[:, :, :, 0])
     return lax.linalg.householder_product(lax.stop_gradient(x), taus)
@@ -168,7 +172,8 @@ CASES = [
         like=2e-3,
     ),
     Case("triangular solve", solve, [MATRICES, numbers(12, 3, 2)], "0 0 > 0; 0 R > 0", like=2e-3),
-    Case("solve with columns", solve, [MATRICES[0], numbers(3, 12)], like=2e-3),
+    Case("solve with columns", solve, [MATRICES[0], numbers(3, 12)], "R 1 > 1", like=2e-3),
+    Case("solve with rows", solve_rows, [MATRICES[0], numbers(12, 3)], "R 0 > 0", like=2e-3),
     Case("householder", householder, [numbers(6, 3, 3, 3)], like=2e-3, grads=False),
     Case("fft", lambda x: abs(jnp.fft.fft(x)), [numbers(12, 4)], "0 > 0; 0.2 > 0.2"),
     Case("fft along examples", lambda x: abs(jnp.fft.fft(x, axis=0)), [numbers(12, 5)]),
