@@ -396,6 +396,21 @@ def test_it_keeps_no_batch_alive_and_forgets_its_observer():
     assert not [x for x in events.observers if isinstance(x, StepCalls)]
 
 
+def test_a_step_that_the_program_has_dropped_is_not_kept_alive():
+    """As of a loop that makes a new one in each epoch: each holds programs and constants."""
+    state, plan, step = make()
+    alive = []
+    with gshard.Metrics(every=1, writers=[], peak_flops=1e9) as metrics:
+        for _ in range(5):
+            step = gshard.make_train_step(lambda p, b: jnp.square(b["x"] @ p["w"]).mean(), plan)
+            state, info = step(state, batch())
+            metrics.step(info)
+            alive.append(weakref.ref(step))
+        gc.collect()
+        kept = [ref() is not None for ref in alive]
+    assert kept == [False, False, False, True, True]  # rows are written two steps late
+
+
 def test_a_step_inside_a_jit_of_the_user_is_not_counted():
     state, _, step = make(donate=False)
     rows = Rows()

@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import jax
 
@@ -20,6 +21,7 @@ from gshard.analysis.monitor.step_calls import Program, StepCalls, batch_of, ste
 from gshard.analysis.monitor.window import Window, memory, sizes_of
 from gshard.analysis.monitor.writers import JsonLines, SafeWriter, writer_of
 from gshard.checkpoint.disk import as_directory
+from gshard.train.train_step import TrainStep
 from gshard.train_state.nonfinite import LATE
 
 _EXIT_TIMEOUT = 10.0  # seconds for which the end of a script waits for the devices
@@ -97,7 +99,8 @@ class Metrics:
         self._began, self._spent = time.monotonic(), dict(activity.spent)
         self._now = self._began, self._spent  # at the last step
         self._skipped: int | None = None  # steps, at the end of the last row
-        self._seconds_at_peak: dict[Program, float] = {}
+        # By step, which it does not keep alive, and by the form of the batch.
+        self._seconds_at_peak = WeakKeyDictionary[TrainStep, dict[Any, float]]()
         self._calls = StepCalls()
         events.observers.append(self._calls)
         atexit.register(self._at_exit)
@@ -211,8 +214,9 @@ class Metrics:
         if not window.programs:
             why = "it needs a step of gshard.make_train_step, and none ran"
         for program, times in window.programs.items():
-            step = program[0]
-            if program not in self._seconds_at_peak:
+            step, *form = program
+            known = self._seconds_at_peak.setdefault(step, {})
+            if tuple(form) not in known:
                 found, peak = 0.0, self._peak or chip_of_step(step)
                 try:
                     if peak is not None:
@@ -220,8 +224,8 @@ class Metrics:
                         found = seconds_at_peak(flops, peak)
                 except Exception as error:  # a metric, for which no training stops
                     why = f"{type(error).__name__}: {error}"
-                self._seconds_at_peak[program] = found
-            total += times * self._seconds_at_peak[program]
+                known[tuple(form)] = found
+            total += times * known[tuple(form)]
             if not total and not why:
                 why = f"the peak of {kind_of(step)} is not known; peak_flops= gives it, in FLOP/s"
         return total, why
