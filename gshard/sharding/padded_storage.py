@@ -7,6 +7,7 @@ an argmax over them differs from one device. So does calling an NNX model direct
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,16 +67,17 @@ def warn_of_padding(arrays: Sequence[Any], name: str = "") -> None:
 
 
 def explain_shapes(error: Exception) -> None:
-    """Adds a note to an error about shapes in a loss, if arrays are stored with padding."""
-    stored = [
+    """Adds a note to an error of a loss that names the size of a dimension stored with padding."""
+    sizes = set(re.findall(r"\d+", str(error)))
+    padded = [
         f"{layout.path} {list(layout.shape)} as {list(layout.stored_shape)}"
         for of_form in _stored.values()
         for layout in list(of_form.values())[:1]
+        if layout.dim is not None and str(layout.stored_shape[layout.dim]) in sizes
     ]
-    if stored and "shape" in str(error) and not hasattr(error, "__notes__"):
+    if padded and "shape" in str(error) and not hasattr(error, "__notes__"):
         error.add_note(
             "If the loss reads arrays of a sharded state from outside its arguments, such as a "
-            f"second network: some are padded with zeros, {some(stored, 3)}. Make them a field of "
-            "the train state that is trained, or shard their state with "
-            'indivisible="replicate".'
+            f"second network: some are stored with padding, {some(padded, 3)}. Make them a field "
+            'of the train state that is trained, or shard their state with indivisible="replicate".'
         )

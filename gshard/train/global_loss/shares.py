@@ -209,14 +209,7 @@ def evaluate_loss(
         jax.tree.map(abstract_like, rng),
     )
     if trained and arrays and parts > 1:
-        of_batch = range(len(params), len(params) + len(arrays))
-        given = [frozenset([i][: i in of_batch]) for i in range(len(jaxpr.invars))]
-        if not any(inputs_used(jaxpr, given)):
-            warn(
-                "the loss does not read its batch, so nothing is split: every device computes all "
-                "of it. Compute the loss from the argument, loss_fn(params, batch), not from a "
-                "batch that it closes over."
-            )
+        _warn_of_unread(jaxpr, trained, range(len(params), len(params) + len(arrays)))
     leaves = [
         (x, REPLICATED if dim is None else Placement("sharded", dim, kept=True), at < trained)
         for at, (x, dim) in enumerate(zip(params, kept, strict=True))
@@ -230,6 +223,18 @@ def evaluate_loss(
     ]
     found = evaluator.evaluate(jaxpr, consts, values)
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+def _warn_of_unread(jaxpr: Any, trained: int, batch: range) -> None:
+    """Warns of a loss of its parameters, the first `trained` inputs, that reads none of `batch`."""
+    read = [frozenset([0][: i < trained] + [1][: i in batch]) for i in range(len(jaxpr.invars))]
+    if frozenset().union(*inputs_used(jaxpr, read)) == {0}:
+        warn(
+            "the loss does not read its batch, so nothing is split: every device computes all of "
+            "it. Compute the loss from the argument, loss_fn(params, batch), not from a batch that "
+            "it closes over. (Noise alone is not split either: combine it with an array of the "
+            "batch.)"
+        )
 
 
 def is_output(x: Any) -> bool:
