@@ -99,7 +99,9 @@ class Disk:
         hint = f" Orbax itself wrote {theirs}: read it with gshard.import_orbax." if theirs else ""
         found = [x for name in WRITTEN_LAST for x in self.directory.glob(f"*/*/{name}")]
         if below := {x.parents[1].name for x in found if STEP.fullmatch(x.parent.name)}:
-            hint += f" These folders in it hold one: {some(sorted(below))}."
+            hint += (
+                f" Checkpoints are in its subdirectories: {some(sorted(below))}. Pass one of them."
+            )
         return f"holds no checkpoint.{hint}"
 
     def reader(self, verify: bool) -> DiskReader:

@@ -228,9 +228,10 @@ def check_examples(batch: Any, devices: int, micro_batches: int, what: str = "de
                 f"batch{subscript(path)} has {_examples(n)} and batch{subscript(first)} has "
                 f"{count}. All arrays of a batch must have the same number of examples, along "
                 "their leading dimension: transpose an array that has them elsewhere, and np.stack "
-                "a list of rows. An array without examples, such as class weights, must be a field "
-                "of the train state (with NNX a Variable of the model) or come from outside the "
-                "loss. A random key goes into a batch as a typed scalar, jax.random.key(seed)."
+                "a list of rows. An array without one entry per example, such as class weights, "
+                "does not belong in a batch: make it a field of the train state (with NNX, a "
+                "Variable of the model), or let the loss close over it. A random key goes into "
+                "a batch as a typed scalar, jax.random.key(seed)."
             )
     unit = devices * micro_batches
     if count % unit or not count:

@@ -17,12 +17,9 @@ def set_number(batch: Any, number: int, padded: bool = False) -> None:
     """Remembers the number of a batch, as long as its first array lives."""
     arrays = [x for x in jax.tree.leaves(batch) if isinstance(x, jax.Array) and x.ndim]
     for x in arrays if padded else arrays[:1]:  # what is used without its mask is warned of
-        forget = partial(_forget, id(x))
+        # No Python function: it often runs while a step begins, and Python drops a Ctrl-C in one.
+        forget = partial(_numbers.pop, id(x))
         _numbers[id(x)] = weakref.ref(x, forget), number, padded
-
-
-def _forget(key: int, _: Any) -> None:
-    _numbers.pop(key, None)
 
 
 def number_of(batch: Any) -> int | None:

@@ -55,7 +55,7 @@ _INSTEAD = {  # of other loaders' arguments
     **dict.fromkeys(("sampler", "batch_sampler", "rank", "num_replicas"), _WHOLE),
 }
 _LIST_OF_ARRAYS = (
-    " Each array of a list is an example; pass arrays with one entry per example as a tuple or a "
+    " In a list, each array is one example. Pass arrays with one entry per example as a tuple or a "
     "dictionary."
 )
 _ENDLESS = sys.maxsize // 2  # examples, as of `grain.MapDataset.repeat()`

@@ -43,8 +43,8 @@ def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:
         hint = ""
         if all(path.endswith("/count") for path in unknown) and not (missing or wrong):
             hint = (
-                " A learning rate that is a schedule counts steps: for a fixed one give "
-                "lr=optax.constant_schedule(1e-3)."
+                " The saved learning rate was a schedule, whose state has a step count. To load it "
+                "with a fixed rate, make the optimizer with lr=optax.constant_schedule(1e-3)."
             )
         raise GShardError(f"load_state_dict: {what}.{hint} Nothing was changed.")
     return found

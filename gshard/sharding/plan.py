@@ -383,10 +383,10 @@ def refuse_original(state: Any, plan: Plan, call: str) -> None:
         names = plan.kind.arguments
         returned = names[0] if len(names) == 1 else f"({', '.join(names)})"
         raise GShardError(
-            f"{call}: this is the {names[0]} that was given to gshard.shard_train_state, and steps "
-            f"train the copy that it returned. Pass the copy: {returned}, plan = "
-            f"gshard.shard_train_state({returned}, ...). To use the values from before training as "
-            "well, shard a second copy."
+            f"{call}: this is the {names[0]} that you gave to gshard.shard_train_state. Steps "
+            f"train a copy of it: use the one that shard_train_state returned, {returned}, plan = "
+            f"gshard.shard_train_state({returned}, ...). To evaluate the values from before "
+            "training too, call shard_train_state a second time and pass what that call returned."
         )
 
 

@@ -85,7 +85,10 @@ class TreeChecker:
                 f"gshard.shard_train_state or a step of this plan returned. {advice}"
             )
         with jax.transfer_guard("allow"):  # these are asked for
-            leaves = [_placed(x, wanted) for x, wanted in zip(leaves, self._leaves, strict=True)]
+            leaves = [
+                placed(x, wanted) if self._donated or not np.ndim(x) else x
+                for x, wanted in zip(leaves, self._leaves, strict=True)
+            ]
         return leaves, structure
 
     def trust(self, leaves: list[Any]) -> None:
@@ -186,7 +189,7 @@ def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
     return f"is stored on {_describe(x.sharding)}, not on {_describe(sharding)}"
 
 
-def _placed(x: Any, wanted: jax.ShapeDtypeStruct) -> Any:
+def placed(x: Any, wanted: jax.ShapeDtypeStruct) -> Any:
     """Returns a copy of a value that the user has set, placed as the program returns it.
 
     For a number on the host, or an array that is not committed to a device, JAX would compile

@@ -25,7 +25,7 @@ from gshard.sharding.budget import accumulation
 from gshard.sharding.layout import all_replicated
 from gshard.sharding.mesh import refuse_other_context
 from gshard.sharding.plan import Plan
-from gshard.sharding.validate import refuse_abstract
+from gshard.sharding.validate import refuse_abstract, refuse_donated
 from gshard.train.comm.collectives import reduce_scalar
 from gshard.train.comm.loop_order import in_loop_order
 from gshard.train.comm.reduce import reduce, reduce_micro_batch, reduce_out_specs
@@ -248,7 +248,8 @@ class GradientStage:
         check_examples(batch, group.batch_shards, options.micro_batches)
         dims = plan.sequence_dims(batch)
         check_trained_batch(batch, dims, plan.named_sequence_dims)
-        refuse_abstract(jax.tree.leaves(parts.params))
+        refuse_abstract(given := jax.tree.leaves(parts.params))
+        refuse_donated(given)
         _check_params(parts.params, plan)
 
         def on_device(

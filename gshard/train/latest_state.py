@@ -98,12 +98,18 @@ class LatestState:
         self._returned = ()
 
     def interrupt(self) -> bool:
-        """Keeps the state, which somebody still has; returns whether the interrupt has to wait."""
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in self._running):
+        """Keeps the state, which somebody still has; returns whether the interrupt has to wait.
+
+        A call may already have donated arrays that do not say so yet. Only the first one, which
+        compiles for long, is taken at its word, and so is any at the second Ctrl-C.
+        """
+        starts = bool(self._running) and bool(self._returned) and not self._interrupted
+        if starts or any(isinstance(x, jax.Array) and x.is_deleted() for x in self._running):
             self._interrupted = True
-        elif self._results is None and self._kept is None:
+            return True
+        if self._results is None and self._kept is None:
             self._kept = self._alive()
-        return self._interrupted
+        return False
 
     def _alive(self) -> Any:
         owners = [reference() for reference in self._returned]

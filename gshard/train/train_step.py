@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar, overload
 
 import jax
+from jax.sharding import Mesh
 
 from gshard._util import events
 from gshard._util.arguments import named_arguments
@@ -27,7 +28,7 @@ from gshard.sharding.plan import (
     check_state,
     refuse_original,
 )
-from gshard.sharding.validate import TreeChecker
+from gshard.sharding.validate import TreeChecker, placed
 from gshard.train import loss_check
 from gshard.train.batch_numbers import BatchNumbers, with_state
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
@@ -248,6 +249,10 @@ class TrainStep:
         self._check_mask = MaskCheck(f"the step of {self._name}", prefix="1/")
         self._outside = OutsideValues(loss_fn, self._name)
         shardings, same = [x.sharding for x in jax.tree.leaves(wanted)], plan.sharding()
+        self._rng = options.rng
+        if options.rng is not None and isinstance(plan.mesh, Mesh):  # not copied again in each step
+            form = jax.ShapeDtypeStruct((), options.rng.dtype, sharding=same)
+            self._rng = placed(options.rng, form)
         self.jitted: Any = jax.jit(
             self._run,
             static_argnums=1,
@@ -297,7 +302,7 @@ class TrainStep:
         batch = self._place(batch)
         self._outside.look(batch)
         jitted, numbers = self.jitted, partial(self.numbers.row, batch, leaf=leaves[0])
-        given = leaves, structure, batch, self.options.rng
+        given = leaves, structure, batch, self._rng
         program = self._check_program(structure, batch, lambda: jitted.trace(*given, numbers(0)))
         self._check_mask(batch, lambda: jitted.trace(*given, numbers(0)), len(leaves))
         if self._check_loss:
@@ -347,7 +352,7 @@ class TrainStep:
         if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
             batch = self._place(batch)
         row = self.numbers.row(batch, 0)
-        return self.jitted.trace(leaves, structure, batch, self.options.rng, row)
+        return self.jitted.trace(leaves, structure, batch, self._rng, row)
 
     def arguments(self, state: Any, batch: Any) -> tuple[Any, ...]:
         """Returns the arguments of a call of the step; an NNX pair becomes two of them."""
@@ -427,7 +432,11 @@ class TrainStep:
         if len(state) != len(wanted) or by_name:
             named = f" and {some(by_name)}= by name" if by_name else ""
             several = len(state) > len(wanted) and not by_name
-            advice = " Pass several arrays as one batch, such as a tuple." if several else ""
+            advice = (
+                " A step takes one batch: put several arrays into a tuple or a dictionary."
+                if several
+                else ""
+            )
             raise GShardError(f"{call} was called with {len(args)} arguments{named}.{advice}")
         state = state[0] if len(state) == 1 else tuple(state)
         check_state(state, self.plan, call)

@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 from jax import core as jax_core
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
-from jax.tree_util import Partial, tree_map_with_path
+from jax.tree_util import tree_map_with_path
 
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import JIT, bind, called, evaluate
@@ -38,9 +38,12 @@ def kind_of(state: Any) -> Kind:
 
         return Nnx(state[1].wrt)
     what, advice = f"a {type(state).__name__}", ""
-    if all(hasattr(state, name) for name in ("params", "tx")):
-        what += f" of {type(state).__module__}"
-        advice = " Of a class of your own pass (state.params, state.tx), or derive it from Flax's."
+    if _has_params(state):
+        what += f" from {type(state).__module__}"
+        advice = (
+            " Derive your class from flax.training.train_state.TrainState; or pass (state.params, "
+            "state.tx), which starts with a new optimizer state."
+        )
     if isinstance(state, (tuple, list)):
         what += f" of ({', '.join(type(item).__name__ for item in state)})"
     raise GShardError(
@@ -108,10 +111,14 @@ def is_optimizer(x: Any) -> bool:
 
 
 def is_init(state: Any) -> bool:
-    """Whether this is a function that makes a train state, rather than a callable model or tree."""
+    """Whether this is a function that makes a train state, rather than a model or state."""
     others = (type, TrainState, tuple, nn.Module, *_nnx("Module"))
-    is_tree = not isinstance(state, Partial) and not jax.tree_util.all_leaves([state])
-    return callable(state) and not isinstance(state, others) and not is_tree
+    return callable(state) and not isinstance(state, others) and not _has_params(state)
+
+
+def _has_params(state: Any) -> bool:
+    """Whether this looks like a train state, also one of a class that is not Flax's."""
+    return all(hasattr(state, name) for name in ("params", "tx"))
 
 
 def is_nnx_pair(state: Any) -> bool:

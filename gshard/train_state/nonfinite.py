@@ -67,8 +67,9 @@ _CALLS = (
     "update",
 )
 _SETTINGS_ONLY = (
-    "a gshard.GradScaler holds settings only. With Paddle's calls use the scaler that "
-    "group_sharded_parallel returned; make_train_step(scaler=) scales by itself."
+    "a gshard.GradScaler only holds settings. For Paddle's calls, use the scaler that "
+    "group_sharded_parallel returned; for make_train_step, pass it as scaler=: the step does the "
+    "scaling."
 )
 
 

@@ -23,9 +23,9 @@ def as_module(model: Any, call: str) -> nnx.Module:
     """Returns the given NNX module, or one that applies a Linen module to its variables."""
     if isinstance(model, Wrapped):
         raise GShardError(
-            f"{call}: this model, or the one that it is a copy of, is wrapped already. Wrap the "
-            "model that it was made from, and set the values with "
-            "load_state_dict(model.state_dict())."
+            f"{call}: this model is wrapped already, or is a copy of a wrapped one. Wrap the "
+            "original, unwrapped model, and copy the values: "
+            "new.load_state_dict(this.state_dict())."
         )
     if isinstance(model, nnx.Module):
         ours = {name for name in vars(Wrapped) if not name.startswith("_")} | {"plan"}

@@ -192,8 +192,13 @@ class Wrapped(Keeping):
         return kept(self).no_sync()
 
     def train(self, mode: bool = True, **attributes: Any) -> None:
-        """Calls the model's own `train`, or its `eval` with `mode=False`, as PyTorch's does."""
+        """Switches to training, or with `mode=False` to evaluation, as PyTorch's `train` does.
+
+        A `train` that the model defines itself is called as it is.
+        """
         own: Any = super()
+        if own.train.__func__ is not nnx.Module.train:
+            return own.train(*(() if mode is True else (mode,)), **attributes)
         (own.train if flag("mode", mode) else own.eval)(**attributes)
 
     def clear_gradients(self) -> None:

@@ -72,7 +72,7 @@ def test_nothing_to_verify(directory, tmp_path, capsys):
     for words, says in [
         ([tmp_path / "nowhere"], "does not exist"),
         ([tmp_path / "empty"], "holds no checkpoint"),
-        ([directory.parent], f"These folders in it hold one: {directory.name}."),
+        ([directory.parent], f"Checkpoints are in its subdirectories: {directory.name}."),
         ([tmp_path / "file"], "is a file"),
         ([directory, "--step", "5"], "The nearest are [3, 12]"),
         ([directory, "--step", "x"], "--step='x' must be a whole number, 0 or more."),

@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 
@@ -25,6 +25,7 @@ from gshard.train.train_step import TrainStep
 from gshard.train_state.nonfinite import LATE
 
 _EXIT_TIMEOUT = 10.0  # seconds for which the end of a script waits for the devices
+_open = WeakValueDictionary[str, "Metrics"]()  # by file
 
 
 class Metrics:
@@ -93,6 +94,9 @@ class Metrics:
         self._writers = [writer_of(x, folder) for x in writers]
         if folder is not None:
             path = folder / "metrics.jsonl"
+            if (before := _open.get(str(path))) is not None:
+                before.close()  # as of a cell of a notebook that runs again
+            _open[str(path)] = self
             self._writers.insert(0, SafeWriter(JsonLines(path), str(path)))
         self._window, self._due = Window(), deque[tuple[int, Window]]()
         self._count, self._is_closed, self._has_said_why = 0, False, False
@@ -149,7 +153,7 @@ class Metrics:
     def close(self) -> None:
         """Writes what is left, waiting for the devices, and closes the writers.
 
-        A `with` block and the end of the script call it too.
+        A `with` block, new `Metrics` of the same directory and the end of the script call it too.
         """
         self._close(math.inf)
 

@@ -74,7 +74,7 @@ def matrices(given: Given) -> Decision | None:
     """Stacks of matrices, of which the last two dimensions are one."""
     place = first_sharded(given.placements)
     if given.eqn.primitive.name == "triangular_solve" and not given.placements[0].is_sharded:
-        # Each column of the right side, or with the matrix on the right each row, is on its own.
+        # Columns of b (rows, with left_side=False) are solved independently.
         own = len(given.shapes[1]) - (1 if given.params["left_side"] else 2)
         if place.dim == own:
             return Decision([REPLICATED, place], [place])

@@ -230,10 +230,11 @@ def _warn_of_unread(jaxpr: Any, trained: int, batch: range) -> None:
     read = [frozenset([0][: i < trained] + [1][: i in batch]) for i in range(len(jaxpr.invars))]
     if frozenset().union(*inputs_used(jaxpr, read)) == {0}:
         warn(
-            "the loss does not read its batch, so nothing is split: every device computes all of "
-            "it. Compute the loss from the argument, loss_fn(params, batch), not from a batch that "
-            "it closes over. (Noise alone is not split either: combine it with an array of the "
-            "batch.)"
+            "the loss reads no array of its batch, so its work is not split: every device computes "
+            "all of it. If it closes over a batch, use the argument instead: loss_fn(params, "
+            "batch). If it draws noise, tie the noise to the batch before the network uses it: "
+            "noise + 0 * batch['x'][:, :1]. For a penalty on the parameters alone, ignore this "
+            "warning."
         )
 
 

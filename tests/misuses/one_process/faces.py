@@ -257,7 +257,7 @@ ROWS = {
     "a model that is wrapped already": refused(wrap_twice, "already"),
     "a copy of a wrapped model is wrapped": refused(
         lambda _: gshard.pytorch.DistributedDataParallel(copy.deepcopy(data_parallel())),
-        *("wrapped already", "load_state_dict(model.state_dict())"),
+        *("wrapped already", "load_state_dict(this.state_dict())"),
     ),
     "the values of a copy of a wrapped model": right(copy_wrapped),
     "the first of two optimizers for one DistributedDataParallel": refused(
@@ -270,11 +270,11 @@ ROWS = {
         "there are no gradients. Call model.backward(loss_fn, batch)",
     ),
     "state_dict of a scaler that was not given to group_sharded_parallel": refused(
-        lambda _: gshard.GradScaler().state_dict(), "holds settings only"
+        lambda _: gshard.GradScaler().state_dict(), "only holds settings"
     ),
     "step of a scaler that was not given to group_sharded_parallel": refused(
         lambda _: gshard.GradScaler().step(None),
-        *("GradScaler.step: a gshard.GradScaler holds settings only", "make_train_step(scaler=)"),
+        *("GradScaler.step: a gshard.GradScaler only holds settings", "pass it as scaler="),
     ),
     "step twice": right(twice),
     "clear_grad is forgotten": right(not_cleared),

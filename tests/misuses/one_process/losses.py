@@ -233,7 +233,7 @@ ROWS = {
     "it closes over arrays": right(closed_over),
     "it closes over an array of a sharded state": right(closed_over_sharded),
     "it closes over the batch": warned(
-        lambda _: one(lambda p, _: loss_fn(p, BATCH)), "does not read its batch", "every device"
+        lambda _: one(lambda p, _: loss_fn(p, BATCH)), "reads no array of its batch", "every device"
     ),
     "it closes over a key": right(closed_over_key),
     "it reads other parameters than its own": refused(closed_over_state, "does not depend on"),

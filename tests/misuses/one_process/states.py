@@ -171,7 +171,7 @@ ROWS = {
     ),
     "a train state of another class, which can be called": refused(
         lambda _: shard(OfTheirOwn(params(), ADAM)),
-        *("a OfTheirOwn of tests.misuses", "pass (state.params, state.tx)"),
+        *("OfTheirOwn from tests.misuses", "pass (state.params, state.tx)"),
     ),
     "the optimizer first": refused(
         lambda _: shard((ADAM, params())),

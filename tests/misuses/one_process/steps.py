@@ -274,10 +274,12 @@ def another_models_weights(_):
 
 ROWS = {
     "step() of the NNX model that shard_train_state was given": refused(
-        model_given_to_shard, "this is the model that was given", "Pass the copy"
+        model_given_to_shard, "this is the model that you gave", "that shard_train_state returned"
     ),
     "evaluation of the state that shard_train_state was given, at dp": refused(
-        lambda _: state_given_to_shard("dp"), "this is the state that was given", "Pass the copy"
+        lambda _: state_given_to_shard("dp"),
+        "this is the state that you gave",
+        "that shard_train_state returned",
     ),
     "nnx.update with the weights of another model, used after the step": right(
         another_models_weights
@@ -348,7 +350,7 @@ ROWS = {
     "a step without a batch": refused(lambda _: kept()[2](kept()[0]), "step(state, batch)"),
     "a step with x and y": refused(
         lambda _: kept()[2](kept()[0], BATCH["x"], BATCH["y"]),
-        *("step(state, batch)", "3 arguments", "as one batch, such as a tuple"),
+        *("step(state, batch)", "3 arguments", "A step takes one batch"),
     ),
     "a step with the batch by name": refused(
         lambda _: kept()[2](kept()[0], batch=BATCH), "step(state, batch)", "batch= by name"
