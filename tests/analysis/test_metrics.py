@@ -396,6 +396,19 @@ def test_it_keeps_no_batch_alive_and_forgets_its_observer():
     assert not [x for x in events.observers if isinstance(x, StepCalls)]
 
 
+def test_metrics_of_the_same_directory_are_closed_by_new_ones(tmp_path):
+    """As of a cell of a notebook that runs again."""
+    state, _, step = make()
+    for _ in range(3):
+        metrics = gshard.Metrics(tmp_path, every=2, writers=[])
+        for _ in range(3):
+            state, info = step(state, batch())
+            metrics.step(info)
+    assert [row["step"] for row in read(tmp_path)] == [2, 3, 5, 6]
+    assert len([x for x in events.observers if isinstance(x, StepCalls)]) == 1
+    metrics.close()
+
+
 def test_a_step_that_the_program_has_dropped_is_not_kept_alive():
     """As of a loop that makes a new one in each epoch: each holds programs and constants."""
     state, plan, step = make()

@@ -69,6 +69,23 @@ def interrupted_loop(step, state) -> int:
     return calls
 
 
+def test_an_interrupt_while_a_later_call_begins_waits_and_a_second_one_does_not():
+    """The arrays may be donated and not say so yet: Python code may run in the middle of it."""
+    state, step = linen()
+    state, _ = step(state, BATCH)
+    jitted, waits = step.jitted, []
+
+    def begins(*args):
+        waits.extend(step._latest.interrupt() for _ in range(2))
+        return jitted(*args)
+
+    step.jitted = begins
+    with pytest.raises(KeyboardInterrupt):
+        step(state, BATCH)
+    assert waits == [True, False]
+    assert number_of(latest_of(step)) == 2
+
+
 @pytest.mark.parametrize("make", [linen, pair])
 def test_an_interrupted_loop_loses_no_state(make):
     state, step = make()

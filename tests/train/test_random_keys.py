@@ -227,6 +227,16 @@ def test_keys_that_an_nnx_model_carries():
     assert says(lambda: step(*pair, X)) == []
 
 
+def test_a_step_copies_its_key_once():
+    state, plan = gshard.shard_train_state(plain(), mesh(), "p_g_os", min_shard_size=1)
+    loss = lambda p, x, *, rng: jnp.mean(mask_of(rng, x) * x[:, :16] * p["w"][:1])  # noqa: E731
+    step = gshard.make_train_step(loss, plan, rng=jax.random.key(3))
+    batch = gshard.shard_batch(EYE, plan)
+    state, _ = step(state, batch)
+    with jax.transfer_guard("disallow"):
+        step(state, batch)
+
+
 EYE = np.eye(64, dtype=np.float32)
 OLD = jax.random.PRNGKey(7)  # KEY, as uint32[2]
 PLACES = {

@@ -81,6 +81,12 @@ def evaluated_after(_):
     gshard.make_eval_step(loss_fn, plan)(state, BATCH)
 
 
+def gradients_after(_):
+    state, plan, step = kept()
+    step(state, BATCH)
+    gshard.value_and_grad(loss_fn, plan)(state.params, BATCH)
+
+
 def partly_donated(_):
     state, _, step = kept()
     new, _ = step(state, BATCH)
@@ -462,6 +468,9 @@ ROWS = {
     ),
     "a state after its donation, in evaluation": refused(
         evaluated_after, "earlier step", error=gshard.DonatedStateError
+    ),
+    "gradients of a state after its donation": refused(
+        gradients_after, "earlier step", error=gshard.DonatedStateError
     ),
     "a state that was donated in part": refused(
         partly_donated, "earlier step", error=gshard.DonatedStateError
