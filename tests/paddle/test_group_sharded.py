@@ -1088,7 +1088,7 @@ def copy_of(model):
         (lambda: wrap("os", model=nn.Dense(3)), "module.init"),
         (lambda: wrap("os", tx="adam"), "is not an optimizer"),
         (lambda: wrap("os", scaler=3), "GradScaler"),
-        (lambda: gshard.GradScaler().scale(loss_fn), "settings only"),
+        (lambda: gshard.GradScaler().scale(loss_fn), "only holds settings"),
         (lambda: wrap("os", model=Hides()), "Rename it"),
         (
             lambda: wrap("os", model=Tied(), tx=nnx.Optimizer(Net(), adamw(), wrt=nnx.Param)),
