@@ -67,10 +67,11 @@ class Source:
         """Raises a `GShardError` unless an example is a dictionary without a `"mask"`."""
         if not self.takes_mask:
             example = self._structure.unflatten(self._paths)
-            is_array = isinstance(example, str)  # its path alone
-            what = "is one array" if is_array else f"is a {type(example).__name__}"
+            what = f"is a {type(example).__name__}"
             if isinstance(example, dict):
                 what = f"has {MASK!r} already"
+            elif isinstance(example, str):  # the path of an array that is no part of a tree
+                what = "is one array"
             raise GShardError(
                 f"pad_last=True adds an array {MASK!r} to every batch, so an example must be a "
                 f"dictionary without one; {self._name(0)} {what}. Change it with transform=."

@@ -200,8 +200,8 @@ def placed(x: Any, wanted: jax.ShapeDtypeStruct) -> Any:
         return x
     if jnp.issubdtype(wanted.dtype, dtypes.prng_key):
         data = np.asarray(jax.random.key_data(x))
-        placed = _copied(data, NamedSharding(wanted.sharding.mesh, jax.P()))
-        return jax.random.wrap_key_data(placed, impl=jax.random.key_impl(x))
+        data = _copied(data, NamedSharding(wanted.sharding.mesh, jax.P()))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return _copied(np.asarray(x, wanted.dtype), wanted.sharding)
 
 

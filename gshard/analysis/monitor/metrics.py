@@ -218,9 +218,9 @@ class Metrics:
         if not window.programs:
             why = "it needs a step of gshard.make_train_step, and none ran"
         for program, times in window.programs.items():
-            step, *form = program
+            step, form = program[0], program[1:]
             known = self._seconds_at_peak.setdefault(step, {})
-            if tuple(form) not in known:
+            if form not in known:
                 found, peak = 0.0, self._peak or chip_of_step(step)
                 try:
                     if peak is not None:
@@ -228,8 +228,8 @@ class Metrics:
                         found = seconds_at_peak(flops, peak)
                 except Exception as error:  # a metric, for which no training stops
                     why = f"{type(error).__name__}: {error}"
-                known[tuple(form)] = found
-            total += times * known[tuple(form)]
+                known[form] = found
+            total += times * known[form]
             if not total and not why:
                 why = f"the peak of {kind_of(step)} is not known; peak_flops= gives it, in FLOP/s"
         return total, why
