@@ -146,7 +146,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "checkpoint of that step": Mistake(save_another, "step 0", "save:", "checkpointer.delete("),
     "checkpoint of other arrays": Mistake(
-        restore_other_shapes, "does not fit", "params/w", "only='.'"
+        restore_other_shapes, "does not fit", "params/w", "Choose another checkpoint"
     ),
     "damage": Mistake(damaged, "damaged", "arrays/", "Without step="),
     "safetensors": Mistake(

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, overload
 
@@ -132,6 +132,9 @@ class Checkpointer:
             for writer in self._writers():
                 writer.claim()
 
+    def __repr__(self) -> str:
+        return f"Checkpointer({str(self.directory)!r}{', closed' if self._closed else ''})"
+
     @property
     def directory(self) -> Path | str:
         """The absolute path of the directory, or the address of an object store."""
@@ -234,7 +237,7 @@ class Checkpointer:
             if not self._asynchronous:
                 writer.wait()
 
-        with self._in_use, spending("checkpoint"):
+        with self._call():
             self._await(writer)
             self._run(writer, begin)
 
@@ -277,7 +280,7 @@ class Checkpointer:
           SaveFailedError: the step could not be written; with `on_failure="warn"` this is a
             warning.
         """
-        with self._in_use, spending("checkpoint"):
+        with self._call():
             for writer in self._writers():
                 self._await(writer)
 
@@ -296,7 +299,7 @@ class Checkpointer:
             self._refuse_closed()
             return existing_step(self._store, step, self.all_steps())
 
-        with self._in_use, spending("checkpoint"):
+        with self._call():
             self.wait()
             call = f"delete(step={shown(step)})"
             self._writer.delete(run_on_all(prepare, call=call, what=lambda: call))
@@ -375,7 +378,7 @@ class Checkpointer:
 
         part = "" if only is None else f"only={shown(only)}, "
         what = f"restore(step={shown(step)}, {part}verify={shown(verify)}, cast={shown(cast)})"
-        with self._in_use, spending("checkpoint"):
+        with self._call():
             self.wait()
             began = time.monotonic()
             state, plan, asked = run_on_all(prepare, call=what, what=lambda: what)
@@ -397,7 +400,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits for the last save, and lets another `Checkpointer` write into the directory."""
-        with self._in_use, spending("checkpoint"):
+        with self._call():
             self._closed = True
             for writer in self._writers():
                 self._run(writer, writer.close)
@@ -426,6 +429,12 @@ class Checkpointer:
         if step is None and (step := max(self.all_steps(), default=None)) is None:
             raise GShardError(f"{self._store} holds no checkpoint.")
         return self._store.step(existing_step(self._store, step, self.all_steps()))
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """One call at a time. Its transfers are asked for, whatever `jax.transfer_guard` says."""
+        with self._in_use, spending("checkpoint"), jax.transfer_guard("allow"):
+            yield
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -174,6 +174,11 @@ class DataLoader:
         length, size = self._settings["length"], self._settings["batch_size"]
         return length // size if self._settings["drop_remainder"] else -(-length // size)
 
+    def __repr__(self) -> str:
+        given = self._settings
+        what = f"{given['length']} examples in batches of {given['batch_size']}"
+        return f"DataLoader({what}, epoch={self._epoch}, position={self._position})"
+
     @property
     def epoch(self) -> int:
         """Number of the current epoch, from 0."""

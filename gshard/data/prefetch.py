@@ -48,8 +48,8 @@ def map_ahead(items: Iterator[T], work: Callable[[T], Any], most: int) -> Iterat
 
     thread = threading.Thread(target=run, name="gshard-loader", daemon=True)
     _stop_functions[thread] = stop
-    thread.start()
     try:
+        thread.start()
         while (found := results.get()) is not None:
             item, result, error = found
             if error is not None:

@@ -129,6 +129,18 @@ class Plan:
     sequence_order: Order = "contiguous"
     named_sequence_dims: SequenceDims = field(default_factory=dict)
 
+    def __copy__(self) -> Plan:
+        return self  # it is never changed
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Plan:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise GShardError(
+            "a plan cannot be pickled, nor a step or a loader that holds one. Make it in the "
+            "process that uses it."
+        )
+
     @property
     def data_axes(self) -> tuple[str, ...]:
         """Mesh axes that examples are sharded over, for `axis_name=` of a synchronized norm."""

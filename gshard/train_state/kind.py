@@ -153,6 +153,8 @@ def abstract_like(state: Any) -> Any:
         try:
             check_array(x, f"{path_of(keys)} of the state")
         except GShardError as error:
+            if isinstance(x, jax.Array):  # a deleted one
+                raise
             raise GShardError(
                 f"{error} A value that is not an array belongs in a field that is declared with "
                 "struct.field(pytree_node=False)."

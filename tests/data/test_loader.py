@@ -95,6 +95,12 @@ def test_every_row_once_in_an_order_of_seed_and_epoch(devices, replica):
         assert i == len(loader) - 1
 
 
+def test_it_prints_where_it_is():
+    loader = DataLoader(data(), 8, PLAN)
+    next(iter(loader))
+    assert repr(loader) == "DataLoader(50 examples in batches of 8, epoch=0, position=1)"
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
 def test_reading_ahead_changes_nothing(prefetch):
     wanted = rows_of(DataLoader(data(), 8, PLAN, num_epochs=3, prefetch=2))

@@ -109,6 +109,9 @@ class Metrics:
         events.observers.append(self._calls)
         atexit.register(self._at_exit)
 
+    def __repr__(self) -> str:
+        return f"Metrics(every={self._every}, {self._count} steps)"
+
     def step(
         self, info: Mapping[str, Any], batch: Any = None, *, number: int | None = None
     ) -> None:

@@ -147,8 +147,9 @@ def load_safetensors(
         refuse_replaced(found.values(), _CALL)
         return new
 
-    new = run_on_all(read, plan.mesh, call=_CALL)
-    new = with_copies(new, components, plan, _CALL)
+    with jax.transfer_guard("allow"):  # these are asked for
+        new = run_on_all(read, plan.mesh, call=_CALL)
+        new = with_copies(new, components, plan, _CALL)
     if only is not None:
         warn_of_choice(plan, only, _CALL)
     if wrapped is not None:  # a new one would lack what this one keeps, such as its gradients

@@ -87,6 +87,12 @@ def gradients_after(_):
     gshard.value_and_grad(loss_fn, plan)(state.params, BATCH)
 
 
+def sharded_after(_):
+    state, plan, step = kept()
+    step(state, BATCH)
+    gshard.shard_train_state(state, plan.mesh, "p_g_os")
+
+
 def partly_donated(_):
     state, _, step = kept()
     new, _ = step(state, BATCH)
@@ -472,6 +478,7 @@ ROWS = {
     "gradients of a state after its donation": refused(
         gradients_after, "earlier step", error=gshard.DonatedStateError
     ),
+    "a state after its donation, sharded again": refused(sharded_after, "was deleted", "returned"),
     "a state that was donated in part": refused(
         partly_donated, "earlier step", error=gshard.DonatedStateError
     ),

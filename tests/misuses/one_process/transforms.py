@@ -14,7 +14,7 @@ import optax
 
 import gshard
 from tests.misuses.small import ADAM, BATCH, alone, kept, linen, loss_fn, params, shard
-from tests.misuses.table import raw, refused, right
+from tests.misuses.table import refused, right
 
 
 def fresh(level: str = "os", **options: Any) -> Any:
@@ -200,6 +200,16 @@ def copied_plan(_):
     return gshard.full_params(state), alone()
 
 
+def restored_under_transfer_guard(folder):
+    """What a checkpoint, and then a file of weights, gives back."""
+    state, file = kept("p_g_os")[0], folder / "x.safetensors"
+    with jax.transfer_guard("disallow"), gshard.Checkpointer(folder / "run") as checkpointer:
+        checkpointer.save(1, state)
+        state = checkpointer.restore(like=state).state
+        gshard.save_safetensors(state, file)
+        return gshard.full_params(gshard.load_safetensors(state, file)), params()
+
+
 def x64_later(_):
     """64 bits are turned on between sharding and the step."""
     state, step = fresh()
@@ -314,7 +324,7 @@ ROWS = {
         one_state_in_threads, "earlier step", error=gshard.DonatedStateError
     ),
     "compiled programs are thrown away": right(cleared),
-    "a step is pickled": raw(pickled_step, Exception, "pickle"),
+    "a step is pickled": refused(pickled_step, "a step or a loader", "process that uses it"),
     "a step is copied by deepcopy": right(copied_step),
     "a plan is copied by deepcopy": right(copied_plan),
     "jax.disable_jit": right(under(jax.disable_jit, steps=1)),  # seconds for each
@@ -323,6 +333,9 @@ ROWS = {
     "jax.debug_infs": right(under(lambda: jax.debug_infs(True))),
     "jax.checking_leaks": right(under(jax.checking_leaks)),
     "jax.transfer_guard('disallow')": right(under(lambda: jax.transfer_guard("disallow"))),
+    "what was saved is read under jax.transfer_guard('disallow')": right(
+        restored_under_transfer_guard
+    ),
     "jax.numpy_rank_promotion('raise')": right(under(lambda: jax.numpy_rank_promotion("raise"))),
     "jax.numpy_dtype_promotion('strict')": right(
         under(lambda: jax.numpy_dtype_promotion("strict"))
