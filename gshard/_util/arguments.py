@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from gshard._util.errors import ArgumentTypeError, did_you_mean, some
+from gshard._util.tracebacks import short_traceback
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,7 +70,7 @@ def named_arguments(
                 return f"{called} needs the argument {lacking[1]}=. {known[lacking[1]]}"
             return f"{called}: {error}. It takes {some(takes, 9)}."
 
-        return checked
+        return short_traceback(checked)
 
     return decorate
 

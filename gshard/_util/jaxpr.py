@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import sysconfig
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,10 +14,11 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
+from gshard._util.tracebacks import is_library
+
 Handler = Callable[[Any, list[Any]], Sequence[Any]]
 
 JIT = "jit"
-_LIBRARIES = (str(Path(__file__).parents[1]), "site-packages")
 VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")  # elements as they are
 CHECKPOINTS = ("checkpoint", "remat2")
 COLLECTIVES = {  # primitives, and HLO's names of what they do
@@ -106,19 +104,6 @@ def bind_inlined(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
     kind = type(eqn.params["inline"])  # a boolean up to JAX 0.11, later `jax.Inline`
     early = True if kind is bool else kind.JAX_EARLY
     return bind(eqn.replace(params={**eqn.params, "inline": early}), values)
-
-
-def is_library(file: str) -> bool:
-    """Whether a source file is not the user's own."""
-    return any(name in file for name in _LIBRARIES)
-
-
-def line_of_error(error: BaseException) -> str:
-    """The file and line outside of libraries that an error was raised from; empty if unknown."""
-    frames = traceback.extract_tb(error.__traceback__)
-    other = sysconfig.get_path("stdlib")  # Python's own modules
-    own = [x for x in frames if not is_library(x.filename) and not x.filename.startswith(other)]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def user_line(eqn: Any) -> str:

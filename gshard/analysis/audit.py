@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError
+from gshard._util.tracebacks import short_traceback
 from gshard.analysis.audit_report import Audit, CollectiveRow, sum_known
 from gshard.analysis.hlo import Array, Collective, CompiledProgram, read_program
 from gshard.sharding.budget import Budget
@@ -28,6 +29,7 @@ _MEMORY = {use: f"{use}_size_in_bytes" for use in (*_USES, *(f"host_{use}" for u
 _MEMORY["peak"] = "peak_memory_in_bytes"
 
 
+@short_traceback
 def audit(
     step: Any,
     *args: Any,

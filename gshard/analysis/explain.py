@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from gshard._util.errors import GShardError, GShardWarning
 from gshard._util.pytree import flatten, same_leaves
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import shown
 from gshard.analysis.explain_report import Explanation, Measured, OtherArrays, StateArray, StateCopy
 from gshard.analysis.forecast import level_forecast
@@ -29,6 +30,7 @@ _MICRO_BATCHES = (1, 2, 4, 8)  # for the table of bytes sent
 _NAMES = {"params": "parameters", "opt_state": "optimizer state", "non_trainable": "non_trainable"}
 
 
+@short_traceback
 def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> Explanation:
     """Explains what takes the memory of a train state, why, and which setting would change it.
 

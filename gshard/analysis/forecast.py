@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import MOST_DEVICES, check_integer, shown
 from gshard.analysis.config import Config
 from gshard.analysis.forecast_report import Forecast, LevelForecast
@@ -39,6 +40,7 @@ from gshard.sharding.plan import Plan
 from gshard.sharding.topology import EXPERT, REPLICA, SEQUENCE, SHARD
 
 
+@short_traceback
 def forecast(
     model: TrainSetup | str | Any,
     devices: int | Mesh | AbstractMesh,

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError, did_you_mean
-from gshard._util.jaxpr import line_of_error
+from gshard._util.tracebacks import line_of_error
 from gshard._util.validation import MOST, check_integer, flag, shown
 from gshard.analysis.allowed_imports import ModelOfFile, find_modules_here
 from gshard.sharding.level import check_accumulate, parse_level

@@ -16,6 +16,7 @@ from gshard._util import events
 from gshard._util.activity import spending
 from gshard._util.arguments import named_arguments
 from gshard._util.errors import CallOrderError, GShardError, warn
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import check_integer, flag, shown
 from gshard.checkpoint.arrays import arrays_of, refuse_waiting, state_and_plan
 from gshard.checkpoint.checksums import Damage, verify_step
@@ -179,6 +180,7 @@ class Checkpointer:
             raise GShardError(f"{files} was deleted while it was read.")
         return found
 
+    @short_traceback
     def save(
         self,
         step: int,
@@ -273,6 +275,7 @@ class Checkpointer:
         if self._local is not None and self._writer.last_step is not None:
             self._local.after = max(self._local.after, self._writer.last_step)
 
+    @short_traceback
     def wait(self) -> None:
         """Waits until the last save is complete and on the disk.
 
@@ -332,6 +335,7 @@ class Checkpointer:
         cast: bool = False,
     ) -> Restored[S]: ...
 
+    @short_traceback
     def restore(
         self,
         step: int | None = None,
@@ -398,6 +402,7 @@ class Checkpointer:
             events.restored(found.step, time.monotonic() - began)
             return found
 
+    @short_traceback
     def close(self) -> None:
         """Waits for the last save, and lets another `Checkpointer` write into the directory."""
         with self._call():

@@ -17,6 +17,7 @@ from gshard._util.activity import spent_on
 from gshard._util.arguments import named_arguments
 from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard._util.pytree import differences
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import check_integer, flag, shown
 from gshard.data.batch import (
     check_leaves,
@@ -221,6 +222,7 @@ class DataLoader:
         over = self._position == len(self)
         return (self._epoch + 1, 0) if over else (self._epoch, self._position)
 
+    @short_traceback
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the position of another loader, on any number of processes.
 
@@ -288,6 +290,7 @@ class DataLoader:
                 f"only `if loader.epoch < {epoch}`."
             )
 
+    @short_traceback
     def _iterate(self, iteration: int) -> Iterator[Any]:
         ahead = map_ahead(self._batches_from_here(), self._batch, self._prefetch)
         for at, batch in spent_on("data", ahead):

@@ -31,7 +31,7 @@ from jax.experimental import multihost_utils
 
 from gshard._util.cgroup import contents
 from gshard._util.errors import CallOrderError, GShardError
-from gshard._util.jaxpr import is_library
+from gshard._util.tracebacks import is_library
 from gshard._util.validation import shown
 from gshard.distributed import unfinished
 

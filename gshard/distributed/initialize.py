@@ -11,6 +11,7 @@ from jax.experimental import multihost_utils
 
 from gshard._util import activity
 from gshard._util.errors import CallOrderError, GShardError, did_you_mean, warn
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import check_integer, shown
 from gshard.distributed import env_vars
 from gshard.distributed.env_vars import JobPosition
@@ -49,6 +50,7 @@ def warn_if_not_joined() -> None:
         )
 
 
+@short_traceback
 def initialize(
     coordinator_address: str | None = None,
     num_processes: int | None = None,

@@ -11,6 +11,7 @@ from jax import core
 
 from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, did_you_mean, some
 from gshard._util.pytree import differences, flatten, path_of
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import shown
 from gshard.pytorch.even import Even
 from gshard.pytorch.greedy import Greedy
@@ -33,6 +34,7 @@ class OptimizerStep:
         """The layout of every array."""
         return self._engine().plan
 
+    @short_traceback
     def __call__(self, grads: Any = None, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters.
 

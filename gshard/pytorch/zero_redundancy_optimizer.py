@@ -19,6 +19,7 @@ from gshard._util.errors import (
 )
 from gshard._util.pytree import flatten
 from gshard._util.text import bytes_of
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import check_integer, flag, shown
 from gshard.pytorch.even import Even
 from gshard.pytorch.greedy import Greedy
@@ -209,6 +210,7 @@ class ZeroRedundancyOptimizer:
         state = jax.tree.map(np.array, states) if fresh else self._engine.states()
         return {"state": state, "param_groups": groups}
 
+    @short_traceback
     def load_state_dict(self, state_dict: Any) -> None:
         """Sets the state, and the hyperparameters that may change. The argument is not changed.
 

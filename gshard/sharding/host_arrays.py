@@ -12,11 +12,13 @@ from jax.experimental import multihost_utils
 from gshard._util.activity import doing, meet
 from gshard._util.errors import GShardError
 from gshard._util.pytree import map_leaves
+from gshard._util.tracebacks import short_traceback
 from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.validate import refuse_abstract, refuse_donated, refuse_traced
 from gshard.train_state import PARAMETERS, Components, kind_of
 
 
+@short_traceback
 def full_params(state: Any) -> Any:
     """Gathers the full parameters as NumPy arrays of logical shape, on every process.
 

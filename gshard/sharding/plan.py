@@ -18,6 +18,7 @@ from gshard._util.errors import GShardError, some, warn
 from gshard._util.html import html_of
 from gshard._util.pytree import flatten, map_leaves
 from gshard._util.text import text_of, text_table
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import shown
 from gshard.sequence.order import Order
 from gshard.sharding.batch_specs import SequenceDims, sequence_dims, spec_of
@@ -290,6 +291,7 @@ class Plan:
         parts = dataclasses.replace(self.abstract_components(), static=static)
         return self.kind.merge(parts, self.template, self.optimizer)
 
+    @short_traceback
     def unwrap(self, state: Any) -> Any:
         """Returns the user's plain state: host arrays of logical shape and the user's optimizer.
 

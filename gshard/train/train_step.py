@@ -17,6 +17,7 @@ from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError, place_of, some
 from gshard._util.in_flight import limit_in_flight
 from gshard._util.text import text_of
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import names_of
 from gshard.data.batch import check_examples, refuse_iterator, shard_batch
 from gshard.sharding.budget import Budget, budget
@@ -289,6 +290,7 @@ class TrainStep:
     def __call__(self, state: State, batch: Any, /) -> tuple[State, dict[str, Any]]: ...
     @overload
     def __call__(self, model: Any, optimizer: Any, batch: Any, /) -> dict[str, Any]: ...
+    @short_traceback
     def __call__(self, *args: Any, **by_name: Any) -> Any:
         """Runs one step; arguments and result as in `make_train_step`."""
         with self._in_use:  # of two threads with one state, the second is refused
@@ -347,6 +349,7 @@ class TrainStep:
         with paused_collector():
             return self.trace(*args).lower()
 
+    @short_traceback
     def trace(self, *args: Any) -> jax.stages.Traced:
         """Traces the step for these arguments; the mesh of the plan may be abstract."""
         *_, (leaves, structure), batch = self._take(args, {}, abstract=True)

@@ -19,6 +19,7 @@ from jax import core
 
 from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError, place_of, some, warn
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import shown
 from gshard.data.batch import shard_batch
 from gshard.sharding.plan import Plan
@@ -116,6 +117,7 @@ class Accumulation:
         # The model's arrays are not donated: copies of a model (nnx.clone) have them too.
         self._update = nnx.jit(compiled_fns.update, donate_argnums=1)
 
+    @short_traceback
     def __call__(
         self, loss_fn: Callable[..., Any], batch: Any = None, *args: Any, **kwargs: Any
     ) -> jax.Array:
@@ -256,6 +258,7 @@ class Accumulation:
         self.scaler = None
         return self.finite
 
+    @short_traceback
     def step(self, finite: jax.Array | None = None) -> None:
         """Updates model and optimizer; if `finite` is given and false, nothing is changed."""
         grads = self.take()

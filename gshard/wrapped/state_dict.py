@@ -17,6 +17,7 @@ from gshard._util.arguments import named_arguments
 from gshard._util.durable import make_folder, refuse_variables, rename, replace_folder
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import check_unique, flatten
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import shown
 from gshard.checkpoint.checksums import DamagedCheckpointError, find_damages
 from gshard.checkpoint.manifest import write_manifests
@@ -275,6 +276,7 @@ _MARK = "_METADATA"  # Orbax writes it into every directory of its own
 _SAVE = "save of a state dict, which all processes call"
 
 
+@short_traceback
 def save(state_dict: Mapping[str, Any], path: str | Path) -> None:
     """Writes a state dict into a directory, as its entry `gshard_state`, with checksums.
 

@@ -15,6 +15,7 @@ import jax
 
 from gshard._util import activity, events
 from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, warn
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import check_integer, shown
 from gshard.analysis.monitor.mfu import chip_of_step, kind_of, model_flops, seconds_at_peak
 from gshard.analysis.monitor.step_calls import Program, StepCalls, batch_of, steps_of
@@ -112,6 +113,7 @@ class Metrics:
     def __repr__(self) -> str:
         return f"Metrics(every={self._every}, {self._count} steps)"
 
+    @short_traceback
     def step(
         self, info: Mapping[str, Any], batch: Any = None, *, number: int | None = None
     ) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from gshard._util.durable import file_path
 from gshard._util.errors import GShardError
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import flag
 from gshard.checkpoint.arrays import CASTS, can_cast, with_components
 from gshard.checkpoint.bounds import Bounds
@@ -52,6 +53,7 @@ _CALL = "load_safetensors"
 _BLOCK = 2**23  # bytes of two tensors that are compared at a time
 
 
+@short_traceback
 def load_safetensors(
     state: Any,
     path: str | os.PathLike[str],

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from gshard._util.errors import GShardError, some
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import shown
 from gshard._util.version import __version__
 from gshard.checkpoint.safetensors.folder import INDEX, models_in, shard_names
@@ -40,6 +41,7 @@ FORMAT = "1"  # version of the names and the metadata
 _CALL = "save_safetensors"
 
 
+@short_traceback
 def save_safetensors(
     state: Any,
     path: str | os.PathLike[str],

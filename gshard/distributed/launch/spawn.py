@@ -18,6 +18,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, did_you_mean
+from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import check_integer, flag, shown
 from gshard.distributed import env_vars
 from gshard.distributed.env_vars import chosen_gpus, device_shares, visible_gpus
@@ -43,6 +44,7 @@ _STOP_GRACE = 30.0  # seconds to save and stop after SIGTERM
 _NAMES = ("start_method", "virtual_devices", *_DEVICES, *_TIMEOUTS)
 
 
+@short_traceback
 def spawn(
     func: Callable[..., Any],
     args: Sequence[Any] = (),

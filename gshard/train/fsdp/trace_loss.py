@@ -18,7 +18,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from gshard._util.errors import GShardError, warn
-from gshard._util.jaxpr import abstract_like, line_of_error
+from gshard._util.jaxpr import abstract_like
+from gshard._util.tracebacks import line_of_error
 from gshard.sharding.padded_storage import explain_shapes, warn_of_padding
 from gshard.sharding.topology import SEQUENCE
 from gshard.train.fsdp.constraints import Change, bracketed, shard_map_error

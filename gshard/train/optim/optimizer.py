@@ -18,6 +18,7 @@ import optax
 
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import differences, flatten, map_leaves, same_leaves
+from gshard._util.tracebacks import short_traceback
 from gshard.sharding.layout import Layout, all_replicated
 from gshard.sharding.plan import Plan, ShardedTransformation, UpdateProducts
 from gshard.sharding.quantized_array import decoded
@@ -45,6 +46,7 @@ def shard_optimizer(plan: Plan) -> ShardedTransformation:
         state = ShardedOptState(inner, _master_copies(own, plan))
         return to_host(state, plan.layouts.opt_state, plan)
 
+    @short_traceback
     def update(
         updates: Any, state: ShardedOptState, params: Any = None, **extra: Any
     ) -> tuple[Any, ShardedOptState]:
