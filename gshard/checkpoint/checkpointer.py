@@ -235,7 +235,7 @@ class Checkpointer:
             writer.begin(contents, lambda: compare_losses(plan_of(state, "save")))
             self._elsewhere = elsewhere
             if writer is self._writer and self._local is not None:
-                self._local.directory_has(check_integer("step", step, 0))
+                self._local.abandon(check_integer("step", step, 0))
             if not self._asynchronous:
                 writer.wait()
 
@@ -260,7 +260,9 @@ class Checkpointer:
             )
         if self._local is None or not self._rhythm.is_local(number):
             return None, f"step, {number}, was not saved"
-        return self._local, f"step, {number}, is in {self._local.store} alone"
+        elsewhere = f"step, {number}, is in {self._local.store} alone"
+        # After a skipped step the number is the same: what is there is kept, as in the directory.
+        return None if self._local.has(number) else self._local, elsewhere
 
     def _await(self, writer: StepWriter) -> None:
         """Waits for the writer's last save; a save of the directory that is done is looked at."""
@@ -273,7 +275,7 @@ class Checkpointer:
     def _wait_for_directory(self) -> None:
         self._writer.wait()
         if self._local is not None and self._writer.last_step is not None:
-            self._local.after = max(self._local.after, self._writer.last_step)
+            self._local.directory_has(self._writer.last_step)
 
     @short_traceback
     def wait(self) -> None:
@@ -393,7 +395,7 @@ class Checkpointer:
             if only is not None:  # the state is not the one that was saved
                 return found
             if self._local is not None:
-                self._local.forget(lambda own: own > found.step)
+                self._local.go_on_from(found.step, is_choice=asked is not None)
             newest = max(steps_everywhere(self._store), default=None)
             if found.step == newest and found.source == str(self._store):
                 self._writer.has_restored(found.step, found.metadata, found.data_state)
@@ -407,14 +409,18 @@ class Checkpointer:
         """Waits for the last save, and lets another `Checkpointer` write into the directory."""
         with self._call():
             self._closed = True
-            for writer in self._writers():
-                self._run(writer, writer.close)
-            if self._elsewhere is not None:
-                warn(
-                    f"the last {self._elsewhere}, so that {self._store} has an older state. Save "
-                    "the last one with save(step, state, force=True)."
-                )
-                self._elsewhere = None
+            with contextlib.ExitStack() as every:  # also after one that fails
+                every.callback(self._warn_of_elsewhere)
+                for writer in reversed(self._writers()):
+                    every.callback(self._run, writer, writer.close)
+
+    def _warn_of_elsewhere(self) -> None:
+        elsewhere, self._elsewhere = self._elsewhere, None
+        if elsewhere is not None:
+            warn(
+                f"the last {elsewhere}, so that {self._store} has an older state. Save the last "
+                "one with save(step, state, force=True)."
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -6,6 +6,7 @@ complete, and renamed before it is deleted, so a folder with a number is always 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -197,7 +198,12 @@ class DiskDraft:
     def commit(self) -> str:
         """Renames the folder to the number of the step."""
         step = self.folder.with_name(str(self.step))
-        rename(self.folder, step)
+        try:
+            rename(self.folder, step)
+        except OSError:  # perhaps of the sync after it: a step that is there may be saved no more
+            with contextlib.suppress(OSError):
+                os.rename(step, self.folder)
+            raise
         return str(step)
 
     def is_open(self) -> bool:

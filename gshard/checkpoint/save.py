@@ -94,7 +94,7 @@ class StepWriter:
                     ) from error
                 # No error: it may only be there to restore.
                 except (OSError, StoreError) as error:
-                    why = getattr(error, "strerror", None) or error
+                    why = str(getattr(error, "strerror", None) or error).removesuffix(".")
                     warn(
                         f"{self.store} cannot be written: {why}. "
                         "Every save will fail. Choose another directory, or pass writes=False to "
@@ -326,7 +326,9 @@ class StepWriter:
             known = "There is no step yet" if newest is None else f"The newest step is {newest}"
         except (GShardError, StoreError):  # the reason may be the same
             known = "Its steps cannot be listed"
-        return SaveFailedError(f"step {step} was not saved in {self.store}: {why}. {known}.", step)
+        reason = str(why).replace(f"{StoreError.__name__}: ", "").removesuffix(".")
+        text = f"step {step} was not saved in {self.store}: {reason}. {known}."
+        return SaveFailedError(text, step)
 
 
 def _all_of(paths: Collection[str]) -> set[str]:

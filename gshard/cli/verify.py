@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from contextlib import suppress
 from typing import Any
 
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
@@ -12,7 +13,7 @@ from gshard._util.text import bytes_of
 from gshard._util.validation import check_integer
 from gshard.checkpoint.checksums import Damage, verify_step
 from gshard.checkpoint.open_store import open_step_or_store
-from gshard.checkpoint.step_files import StepFiles, size_of, store_errors_explained
+from gshard.checkpoint.step_files import Progress, StepFiles, size_of, store_errors_explained
 from gshard.checkpoint.step_info import DESCRIPTION, StepInfo, existing_step
 from gshard.cli.common import Answer, command_parser, parsed, progress_bar, respond, value_of
 from gshard.cli.output import NO, YES
@@ -48,24 +49,41 @@ def _verify(given: Namespace, _: None) -> Answer:
     with progress_bar(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     ) as bar:
-        task = bar.add_task("", total=sum(size_of(store.step(step)) for step in steps))
+        task = bar.add_task("", total=sum(_size(store.step(step)) for step in steps))
         for step in steps:
-            folder = store.step(step)
             bar.update(task, description=f"step {step}")
             try:
-                damages = verify_step(folder, progress=lambda count: bar.advance(task, count))
-            except GShardError as error:  # of a later format
-                damages = [Damage(DESCRIPTION, str(error))]
-            rows.append(_row(step, folder, damages))
-            lines.append(_line(step, folder, damages))
+                row, line = _verdict(store.step(step), lambda count: bar.advance(task, count))
+            except (OSError, GShardError):
+                if step in store.steps():
+                    raise
+                row = {"ok": False}
+            if not row["ok"] and step not in store.steps():
+                line = f"[gone] step {step}: a job has deleted it meanwhile"
+            else:
+                rows.append(row)
+            lines.append(line)
     damaged = not all(row["ok"] for row in rows)
     data = {"directory": str(store), "steps": rows}
     return Answer(data, "\n".join(lines), NO if damaged else YES)
 
 
-def _row(step: int, folder: StepFiles, damages: list[Damage]) -> dict[str, Any]:
+def _size(folder: StepFiles) -> int:
+    with suppress(FileNotFoundError):  # deleted meanwhile
+        return size_of(folder)
+    return 0
+
+
+def _verdict(folder: StepFiles, progress: Progress) -> tuple[dict[str, Any], str]:
+    """What `--json` has of a step, and a line about it with one for each damage."""
+    step = int(folder.name)
+    try:
+        damages = verify_step(folder, progress=progress)
+    except GShardError as error:  # of a later format
+        damages = [Damage(DESCRIPTION, str(error))]
     rows = [{"file": x.file, "what": x.what, "arrays": list(x.arrays)} for x in damages]
-    return {"step": step, "ok": not damages, "bytes": size_of(folder), "damages": rows}
+    row = {"step": step, "ok": not damages, "bytes": _size(folder), "damages": rows}
+    return row, _line(step, folder, damages)
 
 
 def _line(step: int, folder: StepFiles, damages: list[Damage]) -> str:

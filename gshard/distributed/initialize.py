@@ -68,7 +68,7 @@ def initialize(
     what `jax.distributed` detects: Slurm, Open MPI, Kubernetes, cloud TPU. Without any of these the
     process is alone, and all of gshard works on its own devices.
 
-    Once joined, a process that fails ends at once instead of waiting for the others at exit.
+    Once joined, a process that raises an error ends at once, without waiting for the others.
 
     Args:
       coordinator_address: `host:port` of process 0, which listens there and nowhere else. A

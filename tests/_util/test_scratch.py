@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -60,3 +61,9 @@ def test_a_folder_that_somebody_else_has_put_there_is_refused(folder, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     with pytest.raises(GShardError, match="Set TMPDIR"):
         scratch_folder("x")
+
+
+def test_a_folder_that_somebody_has_cleaned_is_made_again(folder):
+    scratch_folder("x")
+    shutil.rmtree(folder)
+    assert scratch_folder("x").is_dir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ import optax
 import pytest
 
 import gshard
+from gshard._util import durable
 from tests.checkpoint.checkpoint_worker import LOCK, files_end_at, saves_on_a_bad_disk
 
 # Orbax leaves its other writes behind when one fails.
@@ -220,6 +222,25 @@ def test_a_save_that_waits_raises_itself(tmp_path):
         assert_there(checkpointer, 1)
         checkpointer.save(2, state)
         assert_alone(checkpointer, state, 1, 2)
+
+
+def test_a_step_whose_name_is_not_synced_is_no_step_and_can_be_saved_again(tmp_path, monkeypatch):
+    state, _ = state_of(16)
+    run, fsync = tmp_path / "run", durable.fsync
+    with gshard.Checkpointer(run, asynchronous=False) as checkpointer:
+        checkpointer.save(1, state)
+
+        def fails(path):  # what is in the step is synced, its name is not
+            if path == run:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            fsync(path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(durable, "fsync", fails)
+            with pytest.raises(gshard.SaveFailedError, match="step 2 .* The newest step is 1"):
+                checkpointer.save(2, state)
+        checkpointer.save(2, state)
+        assert checkpointer.all_steps() == [1, 2] and checkpointer.verify() == []
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

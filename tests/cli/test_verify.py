@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import gshard
+from gshard.cli import verify
 from gshard.cli.main import main
 from tests.checkpoint.test_checkpoints import shard
 
@@ -82,3 +83,20 @@ def test_nothing_to_verify(directory, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["verify", "--help"])
     assert ended.value.code == 0 and "example:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("when", ["verify_step", "size_of", "_line"])
+def test_a_step_that_a_job_deletes_meanwhile_is_skipped(directory, capsys, monkeypatch, when):
+    before = getattr(verify, when)
+
+    def deletes(*given, **more):
+        if "3" in [getattr(x, "name", "") for x in given]:
+            with gshard.Checkpointer(directory) as checkpointer:
+                if 3 in checkpointer.all_steps():
+                    checkpointer.delete(3)
+        return before(*given, **more)
+
+    monkeypatch.setattr(verify, when, deletes)
+    assert main(["verify", str(directory)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "[gone] step 3: a job has deleted it meanwhile" and "step 12: " in second

@@ -6,11 +6,12 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import jax
 
-from gshard._util.errors import GShardError, warn
+from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard.checkpoint.arrays import ArrayInfo, check_same_run
 from gshard.checkpoint.local.complete import local_steps
 from gshard.checkpoint.local.reader import LocalReader
@@ -52,13 +53,39 @@ class LocalTier(StepWriter):
         self.steps -= gone
         self.damaged |= gone
 
+    def has(self, step: int) -> bool:
+        """Whether it is the step that this object has saved last, or is saving."""
+        if self.saving is not None:
+            return step == self.saving.draft.step
+        return step == self._own and step in self.steps
+
+    def abandon(self, step: int) -> None:
+        """Deletes the steps after this one, from which training does not go on."""
+        self.forget(lambda own: own > step)
+        self._drop_forgotten()
+
+    def go_on_from(self, step: int, is_choice: bool) -> None:
+        """Gives up the steps after the one that was restored.
+
+        Those that the user chose not to go on from are deleted, unless another job writes there.
+        """
+        self.forget(lambda own: own > step)
+        if not is_choice:  # they are damaged
+            return
+        with suppress(CallOrderError, OSError):  # the next save raises it
+            self.store.open_for_writing()
+            self._drop_forgotten()
+
     def directory_has(self, step: int) -> None:
-        """Deletes steps of that number and later ones, which the directory's replaces."""
-        self.forget(lambda own: own >= step)
-        gone = self.damaged
-        if gone:
+        """Learns that a step is complete in the directory, which replaces that of this folder."""
+        self.after = max(self.after, step)
+        self.forget(lambda own: own == step)
+        self._drop_forgotten()
+
+    def _drop_forgotten(self) -> None:
+        if self.damaged:
+            gone, self.damaged = self.damaged, set()
             self.store.drop(lambda own: own in gone)
-            self.damaged = set()
 
     def directory_lost(self, newest: int) -> None:
         """Gives up what follows a deleted step of the directory; `newest` is left there, or -1."""

@@ -150,7 +150,7 @@ def run_job(
                 elif supervisor.failed or (orders and orders.end):
                     if supervisor.failed:
                         supervisor.settle()
-                    supervisor.let_finish(request.grace)
+                    supervisor.let_finish(request.grace, lambda: len(signals) > 1)
                     supervisor.end_rest()
         finally:
             supervisor.close()

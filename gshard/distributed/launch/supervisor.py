@@ -120,11 +120,14 @@ class Supervisor:
         """Waits a moment after a failure, so that failures that follow from it are reported."""
         self._wait(_SETTLE)
 
-    def let_finish(self, seconds: float) -> None:
-        """Waits for saves that are under way, as long as the first process can commit them."""
+    def let_finish(self, seconds: float, stop: Callable[[], object]) -> None:
+        """Waits for saves that are under way, as long as the first process can commit them.
+
+        Not once `stop()` is true: somebody does not want to wait for them.
+        """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not (0 in self.ends and self.ends[0].failed):
-            if not any(child.work().running for child in self.running):
+            if stop() or not any(child.work().running for child in self.running):
                 break
             self.tick()
 

@@ -319,6 +319,69 @@ def test_steps_that_training_did_not_go_on_from_are_not_restored(folders):
     assert checkpointer.metadata() == {"is": "new"} and checkpointer.verify() == []
 
 
+def rewound(folders):
+    """A run with step 20 in the directory and step 24 on the machine, and its `Checkpointer`."""
+    run, checkpointer = Training("os", 2), opened(folders, every=20, local_every=2)
+    for step in (20, 24):
+        checkpointer.save(step, run.state)
+        checkpointer.wait()
+    return run, checkpointer
+
+
+def test_nor_are_those_after_a_step_that_is_saved_without_a_restore(folders):
+    run, checkpointer = rewound(folders)
+    checkpointer.save(22, run.state, force=True)
+    checkpointer.wait()
+    assert opened(folders, every=20, local_every=2).latest_step() == 22
+
+
+def test_they_are_deleted_at_once_for_a_job_that_is_killed_before_its_next_save(folders):
+    run, checkpointer = rewound(folders)
+    checkpointer.restore(20, like=run.state)
+    assert opened(folders, every=20, local_every=2).latest_step() == 20
+
+
+def test_who_only_reads_an_older_step_beside_a_job_deletes_nothing(folders):
+    run, _checkpointer = rewound(folders)
+    opened(folders, every=20, local_every=2).restore(20, like=run.state)
+    assert opened(folders, every=20, local_every=2).latest_step() == 24
+
+
+def test_a_step_that_was_skipped_leaves_the_local_one_alone(folders, monkeypatch):
+    run, checkpointer = rewound(folders)
+    monkeypatch.setattr(local_store, "write_shards", lambda *given: 1 / 0)  # as a kill
+    checkpointer.save(24, run.state)
+    checkpointer.wait()
+    assert opened(folders, every=20, local_every=2).restore(like=run.state).step == 24
+
+
+def test_a_local_step_stays_until_the_directory_has_it(folders, monkeypatch):
+    run, checkpointer = rewound(folders)
+    there = folders["local"] / "process-0" / "24"
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskDraft, "combine", lambda *given: 1 / 0)
+        checkpointer.save(24, run.state, force=True)
+        with pytest.raises(gshard.SaveFailedError, match="step 24 was not saved"):
+            checkpointer.wait()
+    assert opened(folders, every=20, local_every=2).latest_step() == 24 and there.exists()
+    checkpointer.save(24, run.state, force=True)
+    checkpointer.wait()
+    assert checkpointer.all_steps() == [20, 24] and not there.exists()
+
+
+def test_a_failed_save_of_the_directory_does_not_keep_the_local_folder_locked(folders, monkeypatch):
+    run, checkpointer = rewound(folders)
+    with monkeypatch.context() as patched:
+        patched.setattr(DiskDraft, "combine", lambda *given: 1 / 0)
+        checkpointer.save(26, run.state, force=True)
+        with pytest.raises(gshard.SaveFailedError, match="step 26 was not saved"):
+            checkpointer.close()
+    again = opened(folders, every=20, local_every=2)
+    again.save(26, run.state)
+    again.wait()
+    assert again.latest_step() == 26
+
+
 def test_a_deleted_directory_is_not_resumed(folders):
     run = Training("os", 2)
     checkpointer = opened(folders, every=20, local_every=2)

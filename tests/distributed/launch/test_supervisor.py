@@ -90,10 +90,13 @@ class Saves(Shell):
         return Work(("the save of step 1",) if time.monotonic() < self.until else ())
 
 
-@pytest.mark.parametrize(("grace", "least", "most"), [(10.0, 0.4, 5.0), (0.1, 0.0, 0.4)])
-def test_who_saves_is_ended_after_the_save(busy, grace, least, most):
+@pytest.mark.parametrize(
+    ("grace", "signals", "least", "most"),
+    [(10.0, 0, 0.4, 5.0), (0.1, 0, 0.0, 0.4), (10.0, 2, 0.0, 0.4)],
+)
+def test_who_saves_is_ended_after_the_save(busy, grace, signals, least, most):
     busy.pause = 0.0
     busy.add(Saves("echo; exec sleep 10"))
     began = time.monotonic()
-    busy.let_finish(grace)
+    busy.let_finish(grace, lambda: signals > 1)
     assert least <= time.monotonic() - began < most
