@@ -52,12 +52,12 @@ def _verify(given: Namespace, _: None) -> Answer:
         task = bar.add_task("", total=sum(_size(store.step(step)) for step in steps))
         for step in steps:
             bar.update(task, description=f"step {step}")
+            row, line = dict[str, Any](ok=False), ""
             try:
                 row, line = _verdict(store.step(step), lambda count: bar.advance(task, count))
             except (OSError, GShardError):
                 if step in store.steps():
                     raise
-                row = {"ok": False}
             if not row["ok"] and step not in store.steps():
                 line = f"[gone] step {step}: a job has deleted it meanwhile"
             else:
