@@ -20,7 +20,7 @@ Handler = Callable[[Any, list[Any]], Sequence[Any]]
 
 JIT = "jit"
 VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")  # elements as they are
-CHECKPOINTS = ("checkpoint", "remat2")
+CHECKPOINT = "remat2"
 COLLECTIVES = {  # primitives, and HLO's names of what they do
     "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
@@ -34,7 +34,7 @@ COLLECTIVES = {  # primitives, and HLO's names of what they do
     "ppermute": "collective-permute",
     "pbroadcast": "collective-broadcast",
 }
-_CALLS = (JIT, *CHECKPOINTS, "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+_CALLS = (JIT, CHECKPOINT, "closed_call", "custom_jvp_call", "custom_vjp_call")
 
 
 def body_of(eqn: Any) -> tuple[Any, Sequence[Any]]:

@@ -24,11 +24,11 @@ Dim = int | None
 # They need full matrices in the last two dimensions; all dimensions before are batches.
 _OF_MATRICES = frozenset({
     "cholesky", "cholesky_update", "custom_linear_solve", "eig", "eigh", "geqp3", "geqrf",
-    "hessenberg", "householder_product", "lu", "ormqr", "qr", "ragged_dot", "ragged_dot_general",
+    "hessenberg", "householder_product", "lu", "ormqr", "qr", "ragged_dot_general",
     "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve",
 })  # fmt: skip
 PRODUCTS = _OF_MATRICES | {"dot_general"}
-_RESHAPES = ("reshape", "squeeze", "expand_dims")
+_RESHAPES = ("reshape", "squeeze")
 
 
 def flow(
@@ -246,7 +246,7 @@ def _product_traffic(eqn: Any, shapes: Sequence[Any], dims: Sequence[Dim]) -> fl
     return math.inf if len(kept) > 1 or UNKNOWN in kept else 0
 
 
-_FORWARDS = {"copy", "copy_p", "optimization_barrier", "transpose"}
+_FORWARDS = {"copy", "optimization_barrier", "transpose"}
 # The input that a value is, or a slice of one, with the order of its dimensions.
 _Source = tuple[Any, tuple[int, ...]]
 

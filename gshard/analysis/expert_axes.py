@@ -47,7 +47,7 @@ from gshard.train_state import as_state, kind_of
 _LEAST = 0.1  # of the parameters that can be kept, from which an axis is worth a line
 _MOST = 3  # sizes of the axis that are compared
 # They give an array of the same shape, of which each entry is one of the operand.
-_ENTRYWISE = ("convert_element_type", "copy", "copy_p", "name", "optimization_barrier",
+_ENTRYWISE = ("convert_element_type", "copy", "name", "optimization_barrier",
               "reduce_precision", "sharding_constraint")  # fmt: skip
 
 # An input of a jaxpr, and the dimensions of it that those of a value are.

@@ -31,8 +31,8 @@ _CHEAP = {
     "split", "square", "stack", "sub", "transpose", "xor", "population_count", "clz",
 }  # fmt: skip
 _SUMMED = ("mul", "square", "integer_pow", "convert_element_type")
-_NOTHING = {"iota", "constant", "axis_index", "rng_bit_generator_state"}
-IN_PLACE = {"dynamic_update_slice", "scatter-add", "scatter", "scatter_add", "scatter_mul", "sort"}
+_NOTHING = {"iota", "constant", "axis_index"}
+IN_PLACE = {"dynamic_update_slice", "scatter-add", "scatter", "sort"}
 
 
 def absorbs(name: str) -> bool:

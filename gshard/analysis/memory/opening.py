@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from gshard._util.jaxpr import CHECKPOINTS, called, opened, scan_sizes
+from gshard._util.jaxpr import CHECKPOINT, called, opened, scan_sizes
 from gshard.analysis.memory.liveness import with_own_zeros
 from gshard.analysis.memory.program import (
     FREE,
@@ -25,7 +25,7 @@ from gshard.analysis.memory.program import (
 
 # Operations that return their operand as it is, perhaps with another sharding or a name.
 _SAME = (
-    "sharding_constraint", "reshard", "stop_gradient", "copy", "copy_p", "name", "pvary",
+    "sharding_constraint", "reshard", "stop_gradient", "copy", "name", "pvary",
     "device_put", "reduce_precision", "optimization_barrier", "layout_constraint",
 )  # fmt: skip
 # Collectives along a dimension want it to be the major one: those of NCCL, and those of XLA:CPU.
@@ -115,7 +115,7 @@ class _Builder:
         return outs
 
     def _behind_barrier(self, eqn: Any, ins: list[int]) -> list[int]:
-        if eqn.primitive.name not in CHECKPOINTS or not self.barriers:
+        if eqn.primitive.name != CHECKPOINT or not self.barriers:
             return ins
         if not (eqn.params.get("prevent_cse") and eqn.params.get("differentiated")):
             return ins

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-RESHAPED = ("reshape", "squeeze", "expand_dims", "bitcast_convert_type")
+RESHAPED = ("reshape", "squeeze", "bitcast_convert_type")
 FREE = -1  # the number of a value that takes no memory: a constant
 
 

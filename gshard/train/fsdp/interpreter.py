@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from gshard._util.errors import some, warn
 from gshard._util.jaxpr import (
-    CHECKPOINTS,
+    CHECKPOINT,
     JIT,
     VIEWS,
     Bindings,
@@ -133,7 +133,7 @@ def _evaluate_equation(
         return [values[0].with_view(eqn)]
     if name == JIT:
         return _evaluate(uses.inside(eqn), body_of(eqn)[1], values, scope)
-    if name in CHECKPOINTS:
+    if name == CHECKPOINT:
         return _evaluate_checkpoint(eqn, values, scope, uses.inside(eqn))
     if name == "scan":
         return _evaluate_scan(eqn, values, scope, uses.inside(eqn))
@@ -266,7 +266,7 @@ def _keep_all_but_layers(layers: Sequence[LazyParam]) -> Callable[..., bool]:
 def _has_checkpoint(jaxpr: Any) -> bool:
     """Whether the user rematerializes in this scope, and so chooses what is saved."""
     return any(
-        eqn.primitive.name in CHECKPOINTS
+        eqn.primitive.name == CHECKPOINT
         or (eqn.primitive.name == JIT and _has_checkpoint(body_of(eqn)[0]))
         for eqn in jaxpr.eqns
     )

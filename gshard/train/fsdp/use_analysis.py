@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend import core
 
-from gshard._util.jaxpr import CHECKPOINTS, JIT, VIEWS, bind, body_of, called, scan_sizes
+from gshard._util.jaxpr import CHECKPOINT, JIT, VIEWS, bind, body_of, called, scan_sizes
 from gshard._util.jaxpr_dataflow import flow
 from gshard._util.repeated import RepeatedEquations, Run
 from gshard.train.comm.buckets import assign_buckets
@@ -107,7 +107,7 @@ class ParamUses:
         if len(users) != 1 or var in self._returned:
             return None
         ((eqn, position),) = users
-        if eqn.primitive.name in (JIT, *CHECKPOINTS):
+        if eqn.primitive.name in (JIT, CHECKPOINT):
             return self.inside(eqn).only_cast(body_of(eqn)[0].invars[position])
         cast = eqn.primitive.name == "convert_element_type"
         return eqn.params["new_dtype"] if cast else None
@@ -131,7 +131,7 @@ class ParamUses:
             nothing: list[_Seen | None] = [None] * len(eqn.outvars)
             if name == JIT and any(values):
                 self.inside(eqn)._follow(values, found)
-            if name == JIT or name in CHECKPOINTS:
+            if name in (JIT, CHECKPOINT):
                 return nothing
             if name == "scan":
                 values = values[: sum(scan_sizes(eqn)[:2])]
@@ -162,7 +162,7 @@ class ParamUses:
             if name == JIT:
                 more = self.inside(eqn)._gathers(body_of(eqn)[0].invars[position])
                 here, others, scans = here or more[0], others + more[1], scans + more[2]
-            elif name in CHECKPOINTS or name == "convert_element_type":
+            elif name in (CHECKPOINT, "convert_element_type"):
                 others += id(eqn) not in scopes
                 scopes.add(id(eqn))
             elif name == "scan" and position >= sum(scan_sizes(eqn)[:2]):

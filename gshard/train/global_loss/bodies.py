@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gshard._util.jaxpr import body_of, evaluate, opened, scan_sizes
+from gshard._util.jaxpr import CHECKPOINT, body_of, evaluate, opened, scan_sizes
 from gshard.sharding.group import entry_axes
 from gshard.train.comm.examples import extreme_of_examples
 from gshard.train.global_loss.decide import placements_of
@@ -222,7 +222,7 @@ def cond(given: Given) -> Decision | None:
     return Decision([REPLICATED, *inside], outs, run=run)
 
 
-@rule("checkpoint", "remat2")
+@rule(CHECKPOINT)
 def checkpoint(given: Given) -> Decision:
     """Rebuilt around the same body, with the same policy."""
     body, consts = body_of(given.eqn)

@@ -118,7 +118,6 @@ _RULES: dict[str, Callable[[Any, Sequence[Bound]], Bound]] = {
     **dict.fromkeys("broadcast_in_dim reshape squeeze transpose slice rev copy".split(), _kept),
     **dict.fromkeys("stop_gradient reduce_max reduce_min".split(), _kept),
     **dict.fromkeys("concatenate stack max min pad".split(), _largest),
-    **dict.fromkeys(("scatter-add", "scatter_add"), _scattered),
     **dict.fromkeys(("neg", "sub"), _below_zero),
     "convert_element_type": _converted,
     "select_n": _chosen,
@@ -126,6 +125,7 @@ _RULES: dict[str, Callable[[Any, Sequence[Bound]], Bound]] = {
     "mul": _multiplied,
     "reduce_sum": _reduced,
     "cumsum": _along,
+    "scatter-add": _scattered,
     "dot_general": _contracted,
     "iota": _counted,
 }

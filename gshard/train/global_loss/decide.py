@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from gshard._util.jaxpr import JIT, body_of
+from gshard._util.jaxpr import CHECKPOINT, JIT, body_of
 from gshard.train.global_loss.by_examples import is_by_examples
 from gshard.train.global_loss.exchange import decide_by_cost
 from gshard.train.global_loss.expert_calls import decide_expert_call, expert_call
@@ -22,8 +22,8 @@ from gshard.train.global_loss.positions import Positions, of_literal, positions_
 from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Evaluator, Given
 from gshard.train.global_loss.sequence_calls import decide_sequence_call, sequence_call
 
-_CALLS = (JIT, "closed_call", "core_call")
-_KEEP_PARTIAL = ("scan", "cond", "checkpoint", "remat2")  # they decide about their bodies
+_CALLS = (JIT, "closed_call")
+_KEEP_PARTIAL = ("scan", "cond", CHECKPOINT)  # they decide about their bodies
 
 
 def is_inlined(evaluator: Evaluator, eqn: Any, placements: Sequence[Placement]) -> bool:

@@ -173,8 +173,7 @@ def _in_window(given: Given) -> Decision | None:
     return Decision(given.placements, [result], {"slice_sizes": given.local(sizes, place)})
 
 
-@rule("scatter", "scatter_add", "scatter-add", "scatter-sub", "scatter_mul", "scatter-mul")
-@rule("scatter_min", "scatter-min", "scatter_max", "scatter-max")
+@rule("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def scatter(given: Given) -> Decision | None:
     """Each example into its own place; added ones also into places that they share."""
     return _into_own(given) or _into_own_row(given) or _added(given)
@@ -236,7 +235,7 @@ def _at_own_rows(given: Given, column: int, size: int, values: list[Any]) -> Seq
 
 def _added(given: Given) -> Decision | None:
     """Examples are added into a table: every part gives a partial sum."""
-    if given.eqn.primitive.name not in ("scatter_add", "scatter-add"):
+    if given.eqn.primitive.name != "scatter-add":
         return None
     numbers = given.params["dimension_numbers"]
     operand, indices, updates = given.placements

@@ -86,8 +86,8 @@ def _check(given: Given, eqn: Any, of_examples: bool) -> None:
         )
 
 
-@rule("ppermute", "psum_invariant", "pvary", "pcast")
-@partial_rule("psum", "psum_invariant", "ppermute", "all_gather", "pvary", "pcast")
+@rule("ppermute", "psum_invariant", "pvary")
+@partial_rule("psum", "psum_invariant", "ppermute", "all_gather", "pvary")
 def over_model_axes(given: Given) -> Decision:
     """Inside a `shard_map` over other axes: each entry with the same entry of other devices."""
     return Decision(given.placements, given.placements)

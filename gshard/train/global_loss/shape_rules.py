@@ -21,7 +21,7 @@ from gshard.train.global_loss.registry import Decision, Given, rule
 
 ENTRY_BY_ENTRY = tuple(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
-    clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf
+    clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf
     erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite
     le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not or polygamma
     population_count pow random_clone random_fold_in random_seed real reduce_precision

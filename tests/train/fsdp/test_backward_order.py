@@ -10,7 +10,7 @@ import pytest
 from jax.extend.core import Literal
 
 import gshard
-from gshard._util.jaxpr import CHECKPOINTS, JIT, body_of, with_inner
+from gshard._util.jaxpr import CHECKPOINT, JIT, body_of, with_inner
 from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
 from tests.train.fsdp.test_interpreter import cross_entropy, layer, params, rows, scanned
@@ -29,7 +29,7 @@ def inlined(jaxpr, known=None):
     known = {} if known is None else known
     for eqn in jaxpr.eqns:
         given = [known.get(v, v) for v in eqn.invars if not isinstance(v, Literal)]
-        if eqn.primitive.name not in (JIT, *CHECKPOINTS):
+        if eqn.primitive.name not in (JIT, CHECKPOINT):
             yield eqn, given, eqn.outvars
             continue
         inner = body_of(eqn)[0]
