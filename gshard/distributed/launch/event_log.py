@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ class EventLog:
 
     def __init__(self, folder: Path, machine: int, limit: int):
         self._file: LogFile | None = None
-        self._began = time.monotonic()
         path = folder / (f"events-{machine}.jsonl" if machine else "events.jsonl")
         try:
             self._file = LogFile(path, limit)
