@@ -21,6 +21,12 @@ def wide_dtype(*dtypes: Any) -> Any:
     return jnp.float64 if is_double else jnp.float32
 
 
+def is_key(x: Any) -> bool:
+    """Whether this is a typed key of `jax.random`, an array of them, or the form of one."""
+    dtype: Any = getattr(x, "dtype", None)
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def at_least_float32(x: Any) -> jax.Array:
     """Returns an array in float32, or in float64 if it has that."""
     return jnp.asarray(x, wide_dtype(jnp.result_type(x)))

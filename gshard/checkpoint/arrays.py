@@ -19,6 +19,7 @@ import numpy as np
 from jax import core
 from jax.sharding import AbstractMesh, NamedSharding
 
+from gshard._util.arrays import is_key
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import check_unique, differences, flatten
 from gshard._util.text import pattern_without
@@ -85,7 +86,7 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
         for x, layout in zip(leaves, layouts.values(), strict=True)
     ]
     pairs = [(path, x) for path, x in zip(paths, placed, strict=True) if np.size(x)]
-    return {p: jax.random.key_data(x) if _is_key(x.dtype) else x for p, x in pairs}, infos
+    return {p: jax.random.key_data(x) if is_key(x) else x for p, x in pairs}, infos
 
 
 def refuse_waiting(state: Any) -> None:
@@ -374,7 +375,7 @@ def _with_distinct_sources(sources: Mapping[str, str]) -> Iterable[list[str]]:
 
 def _abstract(layout: Layout, plan: Plan) -> jax.ShapeDtypeStruct:
     """The abstract array to read; for random keys, their data."""
-    if not _is_key(layout.dtype):
+    if not is_key(layout):
         return plan.abstract(layout)
     data, _ = _abstract_key_data(layout)
     replicated = NamedSharding(plan.mesh, jax.P())
@@ -385,7 +386,7 @@ def _as_stored(x: Any, layout: Layout, plan: Plan) -> jax.Array:
     if x is None:  # it has no elements, so nothing was written
         empty = jnp.zeros(layout.stored_shape, layout.dtype)
         return jax.device_put(empty, plan.sharding(layout))
-    if _is_key(layout.dtype):
+    if is_key(layout):
         return jax.random.wrap_key_data(x, impl=_abstract_key_data(layout)[1])
     return x
 
@@ -400,10 +401,6 @@ def _abstract_key_data(layout: Layout) -> tuple[jax.ShapeDtypeStruct, Any]:
 
     data = jax.eval_shape(look, jax.ShapeDtypeStruct(layout.shape, layout.dtype))
     return data, found[0]
-
-
-def _is_key(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _is_unreduced(x: Any) -> bool:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 
+from gshard._util.arrays import is_key
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import flatten, same_leaves
 from gshard._util.validation import names_of, pattern, warn_of_cut_numbers
@@ -112,8 +112,7 @@ def replace_weights(
 
 
 def _is_weight(layout: Layout, random: frozenset[str]) -> bool:
-    is_key = jnp.issubdtype(layout.dtype, jax.dtypes.prng_key)
-    return not is_key and layout.path not in random
+    return not is_key(layout) and layout.path not in random
 
 
 def chosen(weights: Mapping[str, Weight], only: Any, call: str) -> dict[str, Weight]:

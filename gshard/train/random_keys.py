@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gshard._util.arrays import is_key
 from gshard._util.errors import GShardError, some
 from gshard._util.jaxpr import VIEWS
 from gshard._util.jaxpr_dataflow import flow, flow_inside
@@ -25,12 +26,12 @@ _DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator")
 
 def typed_key(rng: Any) -> Any:
     """Converts `rng=` to a typed key; an old-style key (uint32) of the default kind is wrapped."""
-    if rng is None or (isinstance(rng, jax.Array) and _is_key(rng) and not rng.shape):
+    if rng is None or (isinstance(rng, jax.Array) and is_key(rng) and not rng.shape):
         return rng
     kind = jnp.shape(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))))
     if getattr(rng, "dtype", None) == jnp.uint32 and jnp.shape(rng) == kind:
         return jax.random.wrap_key_data(jnp.asarray(rng))
-    if isinstance(rng, jax.Array) and _is_key(rng):
+    if isinstance(rng, jax.Array) and is_key(rng):
         raise GShardError(f"rng= holds keys of shape {rng.shape}. Pass one of them.")
     raise GShardError(f"rng={shown(rng)} is not a PRNG key. Pass one, such as jax.random.key(0).")
 
@@ -39,7 +40,7 @@ def fold_keys(tree: Any, *numbers: Any) -> Any:
     """Folds every typed key of a tree with `numbers`, such as device and micro-batch."""
 
     def fold(x: Any) -> Any:
-        if not _is_key(x):
+        if not is_key(x):
             return x
         flat = x.reshape(-1)
         for number in numbers:
@@ -52,7 +53,7 @@ def fold_keys(tree: Any, *numbers: Any) -> Any:
 def refuse_keys(updates: Any, raw: Set[str] = frozenset()) -> None:
     """Refuses keys that the loss changes; `raw` are paths of arrays used as old-style keys."""
     paths, leaves, _ = flatten(updates)
-    keys = [path for path, x in zip(paths, leaves, strict=True) if _is_key(x) or path in raw]
+    keys = [path for path, x in zip(paths, leaves, strict=True) if is_key(x) or path in raw]
     if keys:
         raise GShardError(
             f"the loss changes the PRNG key {some(keys)}, which would differ between devices and "
@@ -60,10 +61,6 @@ def refuse_keys(updates: Any, raw: Set[str] = frozenset()) -> None:
             "micro-batch and device. NNX: draw from nnx.Rngs, which counts its draws and keeps its "
             "key."
         )
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import numpy as np
 from jax.dtypes import canonicalize_dtype
 from jax.sharding import AbstractMesh, Mesh
 
+from gshard._util.arrays import is_key
 from gshard._util.crc32 import crc32
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import flatten
@@ -161,7 +162,7 @@ def _form(x: Any) -> str:
     if not _is_array(x) and not isinstance(x, jax.ShapeDtypeStruct):
         return repr(x) if isinstance(x, str) else type(x).__name__
     dtype = jnp.result_type(x)
-    return f"{dtype if _is_key(x) else canonicalize_dtype(dtype)}{list(np.shape(x))}"
+    return f"{dtype if is_key(x) else canonicalize_dtype(dtype)}{list(np.shape(x))}"
 
 
 def checksum(x: Any) -> str:
@@ -171,12 +172,8 @@ def checksum(x: Any) -> str:
     return f"{crc32(_host(x).reshape(-1).view(np.uint8).data):08x}"
 
 
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
-
-
 def _host(x: Any) -> np.ndarray:
-    if _is_key(x):
+    if is_key(x):
         x = jax.random.key_data(x)
     return np.ascontiguousarray(x, dtype=canonicalize_dtype(jnp.result_type(x)))
 
@@ -187,7 +184,7 @@ def _taken_from(source: int, leaves: Sequence[Any], chosen: Sequence[int], mesh:
     taken = broadcast([_host(leaves[i]) for i in chosen], source, mesh)
     for i, x in zip(chosen, taken, strict=True):
         out[i] = x
-        if _is_key(leaves[i]):
+        if is_key(leaves[i]):
             impl = jax.random.key_impl(leaves[i])
             out[i] = jax.random.wrap_key_data(jnp.asarray(x), impl=impl)
     return out

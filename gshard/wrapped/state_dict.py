@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from gshard._util.arguments import named_arguments
+from gshard._util.arrays import is_key
 from gshard._util.durable import make_folder, refuse_variables, rename, replace_folder
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import check_unique, flatten
@@ -115,12 +116,8 @@ def full_values(stored: NamedArrays) -> dict[str, np.ndarray]:
     """Returns the logical values, gathered one after the other; for a PRNG key, its data."""
     full = {name: full_on_host(x, layout) for name, (x, layout) in stored.items()}
     return {
-        name: np.asarray(jax.random.key_data(x) if _is_key(x) else x) for name, x in full.items()
+        name: np.asarray(jax.random.key_data(x) if is_key(x) else x) for name, x in full.items()
     }
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def check(values: Any, stored: NamedArrays, what: str) -> tuple[list[str], list[str]]:
@@ -133,7 +130,7 @@ def check(values: Any, stored: NamedArrays, what: str) -> tuple[list[str], list[
         raise GShardError(f"{what}: {shown(values)} is not a state dict, a mapping from names.")
     wrong = []
     for name, (x, layout) in stored.items():
-        shape = jax.random.key_data(x).shape if _is_key(x) else layout.shape
+        shape = jax.random.key_data(x).shape if is_key(x) else layout.shape
         if name in values and (error := misfit(values[name], shape, x.dtype)):
             wrong.append(f"{name} {error}")
     if wrong:
@@ -232,7 +229,7 @@ def _compare(values: Mapping[str, Any], stored: NamedArrays) -> None:
     lines = []
     for name, x in values.items():
         old = stored[name][0]
-        host = np.asarray(x).astype(np.uint32 if _is_key(old) else old.dtype)
+        host = np.asarray(x).astype(np.uint32 if is_key(old) else old.dtype)
         lines.append(f"{name} (checksum {checksum(host)})")
     if find_differences("values", {"values": lines}, meshes[0]):
         given = by_value(first_difference(lines, meshes[0]))
@@ -260,7 +257,7 @@ def put_values(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> N
 
 
 def _like(old: Any, layout: Layout, value: np.ndarray) -> jax.Array:
-    if _is_key(old):
+    if is_key(old):
         data = jax.device_put(value.astype(np.uint32), jax.random.key_data(old).sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
     host = layout.pad(value.astype(old.dtype))
@@ -424,7 +421,7 @@ def _refuse_same_names(values: dict[str, Any]) -> None:
 
 
 def _array(value: Any, path: str) -> np.ndarray:
-    if _is_key(value):
+    if is_key(value):
         raise GShardError(
             f"save: {path} holds random keys. Save their data, jax.random.key_data(key), and make "
             "keys of it after load: jax.random.wrap_key_data(data)."

@@ -13,6 +13,7 @@ import numpy as np
 from jax import core as jax_core
 from jax.ad_checkpoint import checkpoint_name
 
+from gshard._util.arrays import is_key
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import as_traced, bind, body_of, evaluate, in_scope, user_line
 from gshard._util.named_calls import name_of
@@ -48,7 +49,6 @@ from gshard.train.global_loss.placement import (
     REPLICATED,
     Partition,
     Placement,
-    is_key,
 )
 from gshard.train.global_loss.positions import of_literal, positions_of
 from gshard.train.global_loss.registry import Decision

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from gshard._util.arrays import is_key
 from gshard._util.jaxpr import bind
 from gshard.train.comm.examples import sum_partial
 from gshard.train.global_loss.placement import (
@@ -16,7 +17,6 @@ from gshard.train.global_loss.placement import (
     REPLICATED,
     Placement,
     first_sharded,
-    is_key,
     sharded,
 )
 from gshard.train.global_loss.registry import Decision, Given, rule

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gshard._util.arrays import is_key
 from gshard.train.comm.examples import mirrored
 
 
@@ -61,11 +62,6 @@ def first_sharded(placements: Sequence[Placement]) -> Placement:
 def agree(placements: Sequence[Placement], allowed: Placement) -> bool:
     """Whether all sharded placements are the allowed one."""
     return all(p == allowed for p in placements if p.is_sharded)
-
-
-def is_key(x: jax.Array) -> bool:
-    """Whether this is a typed PRNG key, or an array of them."""
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 @dataclass(frozen=True)
