@@ -14,7 +14,6 @@ from jax import core as jax_core
 from jax.ad_checkpoint import checkpoint_name
 
 from gshard._util.arrays import is_key
-from gshard._util.errors import GShardError
 from gshard._util.jaxpr import as_traced, bind, body_of, evaluate, in_scope, user_line
 from gshard._util.named_calls import name_of
 from gshard.train.comm.collectives import group_index
@@ -295,7 +294,7 @@ class GlobalEvaluator:
         """Makes a value that was put off."""
         eqn, values = value.source
         if value.extreme is not None:
-            raise self.one_batch_error(eqn)
+            raise one_batch_error(self, eqn)
         if value.summed is not None:
             raise sum_error(self.place(eqn))
         if value.quotient is not None:
@@ -327,16 +326,12 @@ class GlobalEvaluator:
     def _sum_of_micro_batches(self, value: Value, eqn: Any) -> Any:
         """Returns a sum over all micro-batches, which a pass before this one has computed."""
         if value.placement != PARTIAL or value.depends or self.bodies:
-            raise self.one_batch_error(eqn)
+            raise one_batch_error(self, eqn)
         if self.known:
             return self.known.pop(0)
         if self.collects:
             raise NeedsSum(value.array)
-        raise self.one_batch_error(eqn)
-
-    def one_batch_error(self, eqn: Any) -> GShardError:
-        """The error for what needs all examples at once, where they come in micro-batches."""
-        return one_batch_error(self, eqn)
+        raise one_batch_error(self, eqn)
 
     def _part_from_nothing(self, value: Value, placement: Placement) -> Any:
         """Makes this device's part of a value that depends on no example."""

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import jax
 
-from gshard._util.errors import GShardError
 from gshard.train.global_loss.placement import Partition, Placement
 from gshard.train.global_loss.positions import Positions
 from gshard.train.global_loss.transfers import Transfer
@@ -67,10 +66,6 @@ class Evaluator(Protocol):
 
     def place(self, eqn: Any) -> str:
         """Names an equation and the user's line."""
-        ...
-
-    def one_batch_error(self, eqn: Any) -> GShardError:
-        """The error for what needs all examples at once, where they come in micro-batches."""
         ...
 
 
