@@ -35,7 +35,7 @@ from gshard.distributed.exit import PREEMPTED_EXIT_CODE, was_preempted
 from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.plan import Plan
-from gshard.train.late_checks import check_now, forget_checks
+from gshard.train.late_checks import late_checks
 
 S = TypeVar("S")
 
@@ -218,7 +218,7 @@ class Checkpointer:
             self._refuse_closed()
             number = check_integer("step", step, 0)
             plan = plan_of(state, "save(step, state)")
-            check_now(plan)
+            late_checks(plan).look(late=0)
             arrays, infos = arrays_of(state, plan)
             data = None if data_state is None else packed_data_state(data_state)
             table = as_metadata(metadata)
@@ -400,7 +400,7 @@ class Checkpointer:
             if found.step == newest and found.source == str(self._store):
                 self._writer.has_restored(found.step, found.metadata, found.data_state)
             self._rhythm.start_again()
-            forget_checks(plan)
+            late_checks(plan).forget()
             events.restored(found.step, time.monotonic() - began)
             return found
 

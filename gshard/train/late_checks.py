@@ -39,7 +39,7 @@ class LateChecks:
         self._calls += 1
 
     def look(self, late: int = LATE) -> None:
-        """Makes the checks of the calls that began `late` calls ago.
+        """Makes the checks of the calls that began `late` calls ago; with 0 it waits for all.
 
         Raises:
           GShardError: one of them, or of those before, found something wrong.
@@ -62,13 +62,3 @@ _checks: weakref.WeakKeyDictionary[Plan, LateChecks] = weakref.WeakKeyDictionary
 def late_checks(plan: Plan) -> LateChecks:
     """Returns the checks of a plan."""
     return _checks.setdefault(plan, LateChecks())
-
-
-def check_now(plan: Plan) -> None:
-    """Makes all checks of a plan that are due. It waits for the steps that run; a save calls it."""
-    late_checks(plan).look(late=0)
-
-
-def forget_checks(plan: Plan) -> None:
-    """Forgets the checks of a plan, since a state was restored."""
-    late_checks(plan).forget()

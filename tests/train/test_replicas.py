@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import gshard
-from gshard.train.late_checks import check_now
+from gshard.train.late_checks import late_checks
 from gshard.train.replicas import _owners, _sum_of_bits
 from tests.tiers import quick
 
@@ -85,7 +85,7 @@ def test_any_bit_is_found(dtype, bit):
     state = state.replace(params={**state.params, "w": flipped(state.params["w"], 2, bit)})
     step._replicas.after_call(state.params, state.step)  # of the state as it is
     with pytest.raises(gshard.GShardError, match="the parameter w on .* is not equal"):
-        check_now(step.plan)
+        late_checks(step.plan).look(late=0)
 
 
 @pytest.mark.parametrize(("level", "replica"), [("dp", 1), ("os", 2), ("p_g_os", 2)])

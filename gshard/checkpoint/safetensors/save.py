@@ -35,7 +35,7 @@ from gshard.distributed.agree import run_on_all
 from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.host_arrays import full_on_host, plan_of, stored_on_host
 from gshard.sharding.precision import floating_dtype, is_floating
-from gshard.train.late_checks import check_now
+from gshard.train.late_checks import late_checks
 
 FORMAT = "1"  # version of the names and the metadata
 _CALL = "save_safetensors"
@@ -106,7 +106,7 @@ def save_safetensors(
 
         @store_errors_explained()
         def begin() -> tuple[dict[str, Weight], list[Group], _Files | None]:
-            check_now(plan)
+            late_checks(plan).look(late=0)
             most = _limit(max_shard_bytes)
             if most is None and str(path).endswith("/"):
                 raise GShardError(
