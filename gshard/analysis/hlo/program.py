@@ -137,15 +137,11 @@ class CompiledProgram:
     """What a compiled program communicates and multiplies.
 
     Attributes:
-      devices: the number of devices that it runs on.
-      aliases: outputs that take over the memory of a donated argument.
       collectives: in the order of the text.
       flops: FLOP of matrix products and convolutions per run on one device, two for each
         multiply-add; None if one is in a loop of unknown length.
     """
 
-    devices: int
-    aliases: int
     collectives: tuple[Collective, ...]
     flops: int | None
 
@@ -169,8 +165,6 @@ def read_program(text: str) -> CompiledProgram:
     products = _Walk(module, is_product, _product, lambda flops: flops)
     flops = sum(products.walk(entry, _Context()))
     return CompiledProgram(
-        devices=devices,
-        aliases=len(re.findall(r"\{[\d,\s]*\}: \(\d+, \{[\d,\s]*\}, \w+-alias\)", module.header)),
         collectives=tuple(collectives.walk(entry, _Context())),
         flops=None if flops == math.inf else int(flops),
     )
