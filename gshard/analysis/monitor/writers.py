@@ -9,20 +9,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gshard._util.errors import GShardError, did_you_mean, warn
 from gshard._util.events import now
 from gshard._util.validation import shown
 
 Scalars = Mapping[str, float]
-
-
-class ScalarWriter(Protocol):
-    """What writes scalars: also a writer of `clu.metric_writers`."""
-
-    def write_scalars(self, step: int, scalars: Scalars) -> Any:
-        """Writes the scalars of a step."""
 
 
 class SafeWriter:
