@@ -89,7 +89,7 @@ def attention(
     check_choice("by", by, BY)
     devices = size(axis)
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    _check_arrays(q, k, v, devices)
+    _check_arrays(q, k, v)
     check_halves(q.shape[1], devices, order, axis)
     if window is not None:
         check_integer("window", window, 1, " of tokens")
@@ -191,7 +191,7 @@ def _by_position(x: jax.Array, devices: int, dim: int, back: bool = False) -> ja
 # ---- checks -------------------------------------------------------------------------------------
 
 
-def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array, devices: int) -> None:
+def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise GShardError(

@@ -186,7 +186,7 @@ class _Builder:
         key = None
         # That it names a mesh axis is the one effect of a collective: equal ones are one.
         if not more and all(type(e).__name__ == "NamedAxisEffect" for e in eqn.effects):
-            key = (name, tuple(ins), _text(eqn, ins), tuple(v.shape for v in values))
+            key = (name, tuple(ins), _text(eqn), tuple(v.shape for v in values))
             if key in self.known:
                 return self.known[key]
         outs = [self.program.new(value) for value in values]
@@ -272,7 +272,7 @@ class _Builder:
         return self._add("cond", ins, values, eqn, bodies=[b.live() for b in bodies])
 
 
-def _text(eqn: Any, ins: Sequence[int]) -> str:
+def _text(eqn: Any) -> str:
     """Returns a text of everything in an equation that determines its result."""
     literals = [_plain(v.val) if isinstance(v, core.Literal) else None for v in eqn.invars]
     return repr((literals, eqn.params))
