@@ -633,11 +633,6 @@ def test_a_closure_gives_loss_and_gradients(partition):
     np.testing.assert_allclose(new["b"], 2.1, rtol=1e-6)
 
 
-def elements(lowered):
-    program = gshard.analysis.hlo.read_program(lowered.compile().as_text())
-    return [(c.kind, c) for c in program.collectives]
-
-
 @pytest.mark.parametrize("n", [4, 8])
 def test_two_psi_on_the_wire_with_data_parallel(n):
     """Upstream pays 3: an all-reduce, and broadcasts."""

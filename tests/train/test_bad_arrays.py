@@ -8,13 +8,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import gshard
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 BATCH = np.ones((16, 16), np.float32)
-BIG = 2**40
 
 
 def params(width: int = 8) -> dict[str, Any]:
@@ -24,10 +22,6 @@ def params(width: int = 8) -> dict[str, Any]:
 def loss(p: Any, b: Any) -> jax.Array:
     b = b["x"] if isinstance(b, dict) else b
     return ((b @ p["w"] + p["b"]) ** 2).mean()
-
-
-def state_of(tx: Any = None) -> TrainState:
-    return TrainState.create(apply_fn=None, params=params(), tx=tx or optax.adam(1e-2))
 
 
 def shard(state: Any, level: Any = "os") -> Any:

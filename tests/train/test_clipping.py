@@ -105,13 +105,6 @@ def expected() -> tuple[dict[str, dict[str, np.ndarray]], float]:
     return moved, float(norm)
 
 
-def assert_same(found: dict[str, Any], wanted: dict[str, Any], what: str) -> None:
-    assert found.keys() == wanted.keys()
-    for path, x in wanted.items():
-        error = np.abs(found[path] - x).max() / np.abs(x).max()
-        assert error <= TOLERANCE, f"{what}, {path}: {error:.2g}"
-
-
 def test_the_thresholds_bite():
     """On one device: some leaves or entries are cut and others are not, or all by one factor."""
     moved, _ = expected()

@@ -16,7 +16,7 @@ from gshard.analysis.hlo import read_program
 from gshard.train.comm.buckets import layer_names
 from tests.tiers import quick
 
-WIDTH, LAYERS, ROWS = 12, 3, 16
+WIDTH, LAYERS = 12, 3
 
 
 def layer(x, p):

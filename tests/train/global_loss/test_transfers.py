@@ -10,7 +10,7 @@ import pytest
 
 import gshard
 
-EXAMPLES, FEATURES, DEVICES = 16, 8, 8
+EXAMPLES, FEATURES = 16, 8
 X = np.random.default_rng(0).normal(size=(EXAMPLES, FEATURES)).astype(np.float32)
 
 

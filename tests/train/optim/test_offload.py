@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,7 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicat
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 DEVICES, ROWS, STEPS = 5, 40, 3  # 5 devices: most leaves are padded
-ROOT = Path(__file__).parents[3]
 
 Factory = Callable[[], optax.GradientTransformation]
 OPTIMIZERS: dict[str, Factory] = {
