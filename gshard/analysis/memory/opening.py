@@ -47,17 +47,24 @@ def program_of(
       barriers: whether the compiler honours optimization barriers.
       platform: `cpu`, `gpu` or `tpu`. On the first two, a collective wants its dimension first.
     """
-    jaxpr, consts = opened(closed)
+    pairs = zip(opened(closed)[0].invars, shardings, strict=True)
+    ins = [local_value(v.aval, factors_of(x, len(v.aval.shape))) for v, x in pairs]
+    return with_own_zeros(_built(closed, ins, barriers, platform).live())
+
+
+def _built(
+    body: Any, ins: Sequence[Value | None], barriers: bool, platform: str, inside: bool = False
+) -> TracedProgram:
+    jaxpr, consts = opened(body)
     program = TracedProgram()
     builder = _Builder(program, barriers, platform)
-    for v, sharding in zip(jaxpr.invars, shardings, strict=True):
-        factors = factors_of(sharding, len(v.aval.shape))
-        builder.env[v] = program.new(local_value(v.aval, factors))
+    for v, value in zip(jaxpr.invars, ins, strict=True):
+        builder.env[v] = program.new(local_value(v.aval) if value is None else value)
     program.inputs = [builder.env[v] for v in jaxpr.invars]
     builder.constants(jaxpr.constvars, consts)
-    builder.walk(jaxpr.eqns)
+    builder.walk(jaxpr.eqns, inside)
     program.outputs = [builder.read(v) for v in jaxpr.outvars]
-    return with_own_zeros(program.live())
+    return program
 
 
 class _Builder:
@@ -95,7 +102,7 @@ class _Builder:
             elif name == "scan" and eqn.params["length"] > 1:
                 outs = self._scan(eqn, ins)
             elif name == "scan":
-                outs = self._once(eqn, ins, inside)
+                outs = self._inline(*opened(eqn.params["jaxpr"]), ins, inside)  # it is no loop
             elif name == "while":
                 outs = self._while(eqn, ins)
             elif name == "cond":
@@ -211,16 +218,7 @@ class _Builder:
         return self.known[key][0]
 
     def _body(self, body: Any, ins: Sequence[Value | None]) -> TracedProgram:
-        jaxpr, consts = opened(body)
-        program = TracedProgram()
-        builder = _Builder(program, self.barriers, self.platform)
-        for v, value in zip(jaxpr.invars, ins, strict=True):
-            builder.env[v] = program.new(local_value(v.aval) if value is None else value)
-        program.inputs = [builder.env[v] for v in jaxpr.invars]
-        builder.constants(jaxpr.constvars, consts)
-        builder.walk(jaxpr.eqns, True)
-        program.outputs = [builder.read(v) for v in jaxpr.outvars]
-        return program
+        return _built(body, ins, self.barriers, self.platform, inside=True)
 
     def _scan(self, eqn: Any, ins: list[int]) -> list[int]:
         fixed, carried, scanned = scan_sizes(eqn)
@@ -246,10 +244,6 @@ class _Builder:
             "scan", ins, values, eqn,
             bodies=[program.live()], trips=eqn.params["length"], carried=pairs,
         )  # fmt: skip
-
-    def _once(self, eqn: Any, ins: list[int], inside: bool) -> list[int]:
-        """Inlines a scan of one iteration, which is not a loop."""
-        return self._inline(*opened(eqn.params["jaxpr"]), ins, inside)
 
     def _while(self, eqn: Any, ins: list[int]) -> list[int]:
         tested, fixed = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
