@@ -35,7 +35,7 @@ class Rows(list):
         self.append((step, scalars))
 
 
-def make(level="os_g", rows=EXAMPLES, fails=None, **options):
+def make(**options):
     """A state, its step, and a batch; the losses of the nth batch is n."""
 
     def loss_fn(params, batch):
@@ -43,7 +43,7 @@ def make(level="os_g", rows=EXAMPLES, fails=None, **options):
 
     params = {"w": jnp.zeros((WIDTH, WIDTH))}
     state, plan = gshard.shard_train_state(
-        (params, optax.sgd(0.0)), gshard.make_mesh(), level, min_shard_size=16
+        (params, optax.sgd(0.0)), gshard.make_mesh(), "os_g", min_shard_size=16
     )
     return state, plan, gshard.make_train_step(loss_fn, plan, **options)
 

@@ -22,9 +22,9 @@ from tests.processes import ROOT, clean_environment
 X = np.ones((16, 64), np.float32)
 
 
-def make(level="zero3"):
+def make():
     state, plan = gshard.shard_train_state(
-        ({"w": jnp.ones((64, 64))}, optax.sgd(0.1)), gshard.make_mesh(), level, min_shard_size=16
+        ({"w": jnp.ones((64, 64))}, optax.sgd(0.1)), gshard.make_mesh(), "zero3", min_shard_size=16
     )
     return state, gshard.make_train_step(lambda p, x: jnp.square(x @ p["w"]).mean(), plan)
 

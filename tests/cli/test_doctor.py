@@ -393,10 +393,10 @@ def listener():
         yield made
 
 
-def in_job(monkeypatch, at, rank, count=2):
+def in_job(monkeypatch, at, rank):
     monkeypatch.setenv("GSHARD_COORDINATOR", str(at))
     monkeypatch.setenv("GSHARD_PROCESS_ID", str(rank))
-    monkeypatch.setenv("GSHARD_NUM_PROCESSES", str(count))
+    monkeypatch.setenv("GSHARD_NUM_PROCESSES", "2")
     return by_name(cluster(0.5))
 
 

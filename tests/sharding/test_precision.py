@@ -33,9 +33,9 @@ class Net(nn.Module):
         return nn.Dense(5, dtype=jnp.bfloat16)(jnp.tanh(x))
 
 
-def batch(rows: int = ROWS):
+def batch():
     rng = np.random.default_rng(0)
-    shapes = {"x": (rows, 7), "y": (rows, 5)}
+    shapes = {"x": (ROWS, 7), "y": (ROWS, 5)}
     return {k: rng.normal(size=shape).astype(np.float32) for k, shape in shapes.items()}
 
 
@@ -61,11 +61,11 @@ def dtypes(tree) -> set[str]:
     return {str(x.dtype) for x in jax.tree.leaves(tree)}
 
 
-def trained_on_one_device(tx, steps, computed=jnp.bfloat16, keep=()):
+def trained_on_one_device(tx, steps, keep=()):
     """Plain mixed precision: bf16 parameters of a float32 master."""
 
     def low(path, x):
-        return x if any(k in str(path) for k in keep) else x.astype(computed)
+        return x if any(k in str(path) for k in keep) else x.astype(jnp.bfloat16)
 
     @jax.jit
     def step(master, opt_state):

@@ -63,9 +63,9 @@ def meshes():
     }
 
 
-def divided(level, mesh="3", tx=None):
+def divided(level, mesh="3"):
     return gshard.shard_train_state(
-        TrainState.create(apply_fn=None, params=params(), tx=tx or optax.adam(1e-2)),
+        TrainState.create(apply_fn=None, params=params(), tx=optax.adam(1e-2)),
         meshes()[mesh],
         level,
         min_shard_size=16,

@@ -16,13 +16,13 @@ from gshard import Reduced
 ROWS, CALLS = 24, 3
 
 
-def rows(seed: int = 0, count: int = ROWS):
+def rows(seed: int = 0):
     rng = np.random.default_rng(seed)
     return {
-        "x": rng.normal(size=(count, 5)).astype(np.float32),
-        "n": (2**24 + rng.integers(0, 2**20, count)).astype(np.int32),  # odd ones: no float32
-        "small": rng.integers(90, 120, count).astype(np.int8),
-        "w": rng.integers(1, 4, count).astype(np.float32),
+        "x": rng.normal(size=(ROWS, 5)).astype(np.float32),
+        "n": (2**24 + rng.integers(0, 2**20, ROWS)).astype(np.int32),  # odd ones: no float32
+        "small": rng.integers(90, 120, ROWS).astype(np.int8),
+        "w": rng.integers(1, 4, ROWS).astype(np.float32),
     }
 
 

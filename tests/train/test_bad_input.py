@@ -42,8 +42,8 @@ def refused(*parts: str, error: type[Exception] = gshard.GShardError) -> Iterato
     assert len(compiled) == before, f"compiled before it refused: {message}"
 
 
-def plain(tx: optax.GradientTransformation | None = None) -> Any:
-    return MODEL.state(tx or optax.adam(1e-2))
+def plain() -> Any:
+    return MODEL.state(optax.adam(1e-2))
 
 
 def batch(rows: int = ROWS) -> dict[str, np.ndarray]:

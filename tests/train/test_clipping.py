@@ -37,10 +37,10 @@ def params() -> dict[str, np.ndarray]:
     return {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
 
 
-def batch(rows: int = ROWS) -> dict[str, np.ndarray]:
+def batch() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
     widths = {"x": 16, "z": 13, "y": 5}
-    return {k: rng.normal(size=(rows, n)).astype(np.float32) for k, n in widths.items()}
+    return {k: rng.normal(size=(ROWS, n)).astype(np.float32) for k, n in widths.items()}
 
 
 def loss(p: Any, b: Any) -> jax.Array:

@@ -36,9 +36,9 @@ class Net(nn.Module):
         return nn.Dense(7)(jnp.tanh(x))
 
 
-def batch(rows=24, seed=0):
-    rng = np.random.default_rng(seed)
-    return {"x": rng.normal(size=(rows, 13)).astype(np.float32), "y": rng.integers(0, 7, rows)}
+def batch():
+    rng = np.random.default_rng(0)
+    return {"x": rng.normal(size=(24, 13)).astype(np.float32), "y": rng.integers(0, 7, 24)}
 
 
 def cross_entropy(logits, labels):

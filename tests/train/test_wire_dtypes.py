@@ -194,10 +194,10 @@ def test_the_budget_is_what_the_program_sends(dtype, sizes, level):
             assert share <= (most / 2 + 0.01 if dtype == "int4" and most < 1 else most)
 
 
-def trained(steps, start=None, precision=None, sizes=None, **options):
+def trained(steps, start=None, **options):
     """State and plan after some steps, from the state of an earlier run if one is given."""
-    precision = precision or Precision("float32", gather_dtype="int8", scatter_dtype="int4")
-    state, plan = sharded(sizes or {"a": 2, "b": 2}, "p_g_os", precision, optax.adam(1e-2))
+    precision = Precision("float32", gather_dtype="int8", scatter_dtype="int4")
+    state, plan = sharded({"a": 2, "b": 2}, "p_g_os", precision, optax.adam(1e-2))
     step = gshard.make_train_step(loss_of, plan, **options)
     state = state if start is None else start(state)
     for i in range(*steps):

@@ -35,11 +35,11 @@ def scalar(collective: Collective) -> bool:
     return all(x.elements == 1 for x in collective.operands)
 
 
-def moved(program: CompiledProgram, scalars: bool = False) -> dict[tuple[str, str, int], int]:
+def moved(program: CompiledProgram) -> dict[tuple[str, str, int], int]:
     """(kind, dtype, group size) -> elements over the run."""
     totals: dict[tuple[str, str, int], int] = defaultdict(int)
     for c in program.collectives:
-        if scalars or not scalar(c):
+        if not scalar(c):
             assert c.times is not None
             totals[c.kind, c.dtype, c.group_size] += c.times * c.elements
     return dict(totals)

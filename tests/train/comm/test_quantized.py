@@ -34,10 +34,10 @@ MESHES = [
 LEAVES = [((16, 33), 0, -1), ((40, 24), 1, -2), ((7, 9, 300), 1, -1), ((5, 257, 4), 2, -2)]
 
 
-def spread(shape, seed, dtype=np.float32):
+def spread(shape, seed):
     """Values of very different size, as the entries of a gradient are."""
     rng = np.random.default_rng(seed)
-    return (rng.normal(size=shape) * np.exp(rng.normal(size=shape) * 3)).astype(dtype)
+    return (rng.normal(size=shape) * np.exp(rng.normal(size=shape) * 3)).astype(np.float32)
 
 
 def steps(x, how):

@@ -174,7 +174,7 @@ def divided(loss, level, n=4, rules=None, **options):
     return fun, state, plan
 
 
-def assert_gradients(loss, level, tolerance=2e-6, **options):
+def assert_gradients(loss, level, **options):
     fun, state, plan = divided(loss, level, **options)
     value, grads = fun(state.params, rows())
     expected_value, expected = one_device(loss, params(), rows())
@@ -182,7 +182,7 @@ def assert_gradients(loss, level, tolerance=2e-6, **options):
     for name, layout in plan.grads.items():
         largest = np.abs(expected[name]).max()
         error = np.abs(layout.unpad(np.asarray(grads[name])) - expected[name]).max()
-        assert error <= tolerance * largest, (name, error / largest)
+        assert error <= 2e-6 * largest, (name, error / largest)
 
 
 QUICK_OS_G = ("unrolled", "scan", "scan, checkpoint", "conditional and loop")

@@ -64,8 +64,8 @@ SMALL = Model(
 MODELS = {"small": SMALL, **ZOO}
 
 
-def mesh(devices: int = DEVICES):
-    return gshard.make_mesh(devices=jax.devices()[:devices])
+def mesh():
+    return gshard.make_mesh(devices=jax.devices()[:DEVICES])
 
 
 def divided(name: str, level: str, tx: Any, offload: Any, **options: Any) -> Any:
