@@ -50,8 +50,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             times = in_turn(
                 {
-                    "without": lambda: run(False, folder),  # noqa: B023
-                    "with": lambda: run(True, folder),  # noqa: B023
+                    "without": lambda: run(False, folder),
+                    "with": lambda: run(True, folder),
                 },
                 options.rounds,
             )

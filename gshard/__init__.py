@@ -17,7 +17,7 @@ if sys.platform == "win32":  # no locks, process groups and signals as gshard us
         "https://docs.jax.dev/en/latest/installation.html"
     )
 if TYPE_CHECKING:
-    from gshard._public import *  # noqa: F403
+    from gshard._public import *
     from gshard._util.version import __version__
 
 __all__ = [

@@ -34,7 +34,7 @@ _script_ended = _script_failed = False
 
 
 @dataclass(eq=False)
-class doing:  # noqa: N801
+class doing:
     """A context in which this process does something that the watchdog should know of.
 
     Args:
@@ -67,7 +67,7 @@ class doing:  # noqa: N801
         return None if self.mesh is None else {d.process_index for d in self.mesh.devices.flat}
 
 
-class spending:  # noqa: N801
+class spending:
     """A context whose time is spent on something other than steps: `data`, `checkpoint`.
 
     A context inside another one of the same thread adds nothing.

@@ -59,7 +59,7 @@ from gshard.train.global_loss.value import Value
 _FROM_NOTHING = ("iota", "broadcast_in_dim", "random_bits")
 
 
-class NeedsSum(Exception):  # noqa: N818  not an error: it carries a result out of a trace
+class NeedsSum(Exception):  # not an error: it carries a result out of a trace
     """Carries this part of a sum over all micro-batches that is not known yet."""
 
     def __init__(self, partial: jax.Array):

@@ -63,7 +63,7 @@ def failing(url: str, fault: Callable[[], Fault]) -> Iterator[str]:
             self.rfile.readline()
             return found
 
-        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = answer  # noqa: N815
+        do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = answer
 
         def log_message(self, *_: Any) -> None:
             pass
