@@ -17,6 +17,8 @@ from jax import core
 
 from gshard._util.errors import some, warn
 
+_PLAIN = (str, bytes, int, float, complex, type(None))  # no arrays are in them
+_LARGE = 4096  # entries of a container that nobody searches at each step
 _LOAD_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _LOAD_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _STORE = ("STORE_GLOBAL", "STORE_DEREF")  # such as a counter of its calls
@@ -175,7 +177,7 @@ def _compared(x: Any) -> Any:
 
 
 def _arrays(x: Any) -> list[Any]:
-    """The arrays of a tree.
+    """The arrays of a tree, but those in containers of thousands: each step looks at them.
 
     `jax.tree.leaves` alone would fail at keys that have no order, and leave the interpreter near
     its recursion limit (JAX 0.10.2).
@@ -190,8 +192,10 @@ def _arrays(x: Any) -> list[Any]:
         elif id(x) not in seen:  # a list may contain itself
             seen[id(x)] = x
             if isinstance(x, (dict, list, tuple)):
-                left += x.values() if isinstance(x, dict) else x
-            else:  # one level of what is registered
+                if len(x) <= _LARGE:
+                    inside = x.values() if isinstance(x, dict) else x
+                    left += [y for y in inside if not isinstance(y, _PLAIN)]
+            elif not isinstance(x, _PLAIN):  # one level of what is registered
                 left += jax.tree.leaves(x, is_leaf=lambda y, x=x: y is not x)
     return found
 

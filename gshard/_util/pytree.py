@@ -85,7 +85,7 @@ def _is_number(x: Any) -> bool:
 
 def check_unique(paths: list[str], what: str) -> None:
     """Raises a `GShardError` when two leaves have the same path."""
-    twice = sorted({path for path in paths if paths.count(path) > 1})
+    twice = sorted(path for path, count in Counter(paths).items() if count > 1)
     if twice:
         raise GShardError(
             f"two {what} have the same path: {some(twice)}. Rename one of them (a key that "
@@ -95,8 +95,9 @@ def check_unique(paths: list[str], what: str) -> None:
 
 def differences(paths: Collection[str], known: Collection[str]) -> str:
     """Says which of the known paths are missing and which were added, for a message."""
-    missing = [path for path in known if path not in set(paths)]
-    added = [path for path in paths if path not in set(known)]
+    found, wanted = set(paths), set(known)
+    missing = [path for path in known if path not in found]
+    added = [path for path in paths if path not in wanted]
     return f"missing {some(missing) or 'none'}; added {some(added) or 'none'}"
 
 

@@ -250,9 +250,12 @@ class Plan:
         """Pads logical arrays inside a jitted program and constrains them to their layouts."""
         return map_leaves(lambda x, p: self._constrained(p.pad(x), p), tree, layouts)
 
-    def encode(self, inner: Any) -> Any:
-        """Encodes an optimizer state in storage shapes, and constrains codes and scales."""
-        new = encoded(inner, self.opt_state)
+    def encode(self, inner: Any, before: Any = None) -> Any:
+        """Encodes an optimizer state in storage shapes, and constrains codes and scales.
+
+        What has not changed since the encoded state `before` keeps its codes.
+        """
+        new = encoded(inner, self.opt_state, before)
         return inner if new is inner else map_leaves(self._constrained, new, self.opt_state)
 
     def _constrained(self, x: jax.Array, layout: Layout) -> jax.Array:

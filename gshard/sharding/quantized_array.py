@@ -113,6 +113,21 @@ class QuantizedArray:
         scales = scales.reshape(*x.shape[:axis], count, *x.shape[axis + 1 :])
         return dataclasses.replace(self, codes=self._without_blocks(codes), scales=scales)
 
+    def keeping(self, before: QuantizedArray, x: Any) -> QuantizedArray:
+        """Takes over the blocks of `before` that decode to what is encoded here, `x`.
+
+        A value that was rounded to a narrow dtype lies between two codes, of which encoding it
+        again would draw another one.
+        """
+        differ = self._in_blocks(x != before.decode(), jnp)
+        changed = differ.any(self.axis + 2, keepdims=True)
+        of_codes = self._without_blocks(jnp.broadcast_to(changed, differ.shape))
+        return dataclasses.replace(
+            self,
+            codes=jnp.where(of_codes, self.codes, before.codes),
+            scales=jnp.where(changed.reshape(self.scales.shape), self.scales, before.scales),
+        )
+
     def _in_blocks(self, x: Any, xp: Any) -> Any:
         """Returns `x` with `axis` as three dimensions: shards, blocks, and entries of a block."""
         length, count, block = block_sizes(x.shape[self.axis], self.shards)
@@ -173,15 +188,24 @@ def decoded(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.decode() if is_quantized(x) else x, tree, is_leaf=is_quantized)
 
 
-def encoded(tree: Any, like: Any) -> Any:
-    """Returns a tree with the arrays quantized that are quantized in `like`, a tree of anything."""
+def encoded(tree: Any, like: Any, before: Any = None) -> Any:
+    """Returns a tree with the arrays quantized that are quantized in `like`, a tree of anything.
+
+    What has not changed since `before`, an encoded tree, keeps its codes.
+    """
     places, structure = jax.tree.flatten(like, is_leaf=is_quantized)
     if not any(map(is_quantized, places)):
         return tree
-    return structure.unflatten(
-        QuantizedArray.encode(x, q.axis, q.shards, q.dtype) if is_quantized(q) else x
-        for x, q in zip(jax.tree.leaves(tree), places, strict=True)
-    )
+    old = places if before is None else jax.tree.leaves(before, is_leaf=is_quantized)
+
+    def encode(x: Any, q: Any, old: Any) -> Any:
+        if not is_quantized(q):
+            return x
+        new = QuantizedArray.encode(x, q.axis, q.shards, q.dtype)
+        is_exact = q.dtype == "float32"  # encoding what was decoded gives the same codes
+        return new if before is None or is_exact else new.keeping(old, x)
+
+    return structure.unflatten(map(encode, jax.tree.leaves(tree), places, old))
 
 
 def _cut(x: Any, axis: int, size: int) -> Any:

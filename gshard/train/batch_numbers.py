@@ -25,10 +25,6 @@ from gshard.sharding.plan import Plan
 from gshard.train.late_checks import late_checks
 from gshard.train_state import Components
 
-_MODULUS = 64  # of the numbers, so that sums of squares are exact in float32
-_MOST_DEVICES = 2**24 // _MODULUS**2
-
-
 _ADVICE = (
     "Decide on all processes alike whether a batch is used, from its number or from a value that "
     "is the same on all."
@@ -48,7 +44,8 @@ class BatchNumbers:
     """The numbers of one step's calls. It is off in one process, and inside a user's trace."""
 
     def __init__(self, plan: Plan):
-        self.is_on: bool = spans_processes(plan) and plan.group.devices <= _MOST_DEVICES
+        self.is_on: bool = spans_processes(plan)
+        self._modulus = 1 << _bits(plan.group.devices)
         self._plan = plan
         self._rows: dict[tuple[int | None, int], jax.Array] = {}
         self._count = 0
@@ -64,7 +61,7 @@ class BatchNumbers:
         ):
             return None
         number = number_of(batch)
-        key = None if number is None else number % _MODULUS, program % _MODULUS
+        key = None if number is None else number % self._modulus, program % self._modulus
         if key not in self._rows:
             known, n, p = key[0] is not None, key[0] or 0, key[1]
             row = np.array([known, n, n * n, p, p * p], np.float32)
@@ -97,10 +94,16 @@ def with_state(row: jax.Array, parts: Components, plan: Plan) -> jax.Array:
         if not jnp.ndim(x) and jnp.issubdtype(x.dtype, np.number):
             wide = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, np.floating) else jnp.int32)
             number = number * 31 + jax.lax.bitcast_convert_type(wide, jnp.uint32)
-    number = (number * jnp.uint32(2654435769)) >> 26  # its upper 6 bits: below _MODULUS
+    bits = _bits(plan.group.devices)
+    number = (number * jnp.uint32(2654435769)) >> (32 - bits)  # its upper bits
     number = number.astype(jnp.float32)
     own = jnp.broadcast_to(jnp.stack([number, number * number]), (len(row), 2))
     return jnp.concatenate([row, own], axis=1)
+
+
+def _bits(devices: int) -> int:
+    """How many bits the numbers have, so that sums of their squares are exact in float32."""
+    return min(6, (24 - (devices - 1).bit_length()) // 2)
 
 
 def _fault_of(call: _Call, devices: int) -> str:
@@ -125,10 +128,11 @@ def _fault_of(call: _Call, devices: int) -> str:
     own = call.batch
     if own is None:
         return f"the processes gave different batches in call {call.call} of this step. {_ADVICE}"
-    n = own % _MODULUS
+    modulus = 1 << _bits(devices)
+    n = own % modulus
     first = total - n * known
     apart = (squares - 2 * n * total + n * n * known) / first if first else 0
-    apart = round((apart + _MODULUS / 2) % _MODULUS - _MODULUS / 2)
+    apart = round((apart + modulus / 2) % modulus - modulus / 2)
     other = f"batch {own + apart}" if apart else "others"
     return (
         f"in call {call.call} of this step this process gave batch {own} of its loader and "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,9 @@ from gshard._util.errors import GShardError
 def explain_debug_nans(error: RuntimeError) -> None:
     """Raises a readable error where `jax_debug_nans` could not run a step again."""
     config: Any = jax.config
-    if config.jax_debug_nans:
+    # Each try is compiled, finds the NaN and tries again (RecursionError), or finds no arrays.
+    tried = isinstance(error, RecursionError) or re.search("donated|deleted", str(error))
+    if config.jax_debug_nans and tried:
         raise GShardError(
             "a step made a NaN. With jax_debug_nans, JAX tried to run it again one operation at a "
             "time, but could not, because its state was donated. Turn jax_debug_nans off: such a "

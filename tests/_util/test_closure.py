@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import gshard
-from gshard._util.closure import OutsideValues, read_from_outside
+from gshard._util.closure import OutsideValues, _arrays, read_from_outside
 
 number = 1.0
 calls = 0
@@ -101,6 +101,12 @@ def test_odd_containers_do_no_harm():
         gshard.GShardWarning, match="the loss reads (model, names|names, model) from"
     ):
         outside.look(1.0)
+
+
+def test_large_containers_are_not_searched_at_each_step():
+    array, words = np.ones(2), ["word"] * 4097
+    assert _arrays({"scale": array, "words": words, "few": ["word", array]}) == [array, array]
+    assert _arrays([array] * 4096) and not _arrays([array] * 4097)
 
 
 def test_nan_is_no_change():

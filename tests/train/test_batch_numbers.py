@@ -15,7 +15,7 @@ import pytest
 import gshard
 from gshard.analysis.hlo.program import read_program
 from gshard.data.batch_number import _numbers, number_of, set_number
-from gshard.train.batch_numbers import _Call, _fault_of, with_state
+from gshard.train.batch_numbers import _bits, _Call, _fault_of, with_state
 from gshard.train.late_checks import late_checks
 from gshard.train_state import Components
 from tests.tiers import quick
@@ -68,11 +68,14 @@ def test_the_numbers_change_no_result_and_arrive():
     np.testing.assert_array_equal(sums[:5], 8 * np.array([1, 70 % 64, (70 % 64) ** 2, 0, 0]))
 
 
-@pytest.mark.parametrize("devices", [2, 8, 4096])
+@pytest.mark.parametrize(("devices", "modulus"), [(2, 64), (8, 64), (4096, 64), (65_536, 16)])
 @pytest.mark.parametrize(("own", "other"), [(5, 6), (64, 63), (63, 64), (10, 40), (129, 127)])
-def test_two_numbers_are_told_apart_and_named(devices, own, other):
+def test_two_numbers_are_told_apart_and_named(devices, modulus, own, other):
+    if abs(own - other) >= modulus / 2:
+        other = own + 7  # further apart they have other names
+
     def fault(numbers):
-        rows = [[1, x % 64, (x % 64) ** 2, 3, 9, 2, 4] for x in numbers]
+        rows = [[1, x % modulus, (x % modulus) ** 2, 3, 9, 2, 4] for x in numbers]
         sums = np.sum(rows, axis=0, dtype=np.float32)
         return _fault_of(_Call(1, own, 3, sums), devices)  # pyright: ignore
 
@@ -80,6 +83,12 @@ def test_two_numbers_are_told_apart_and_named(devices, own, other):
     for many in {1, devices // 2, devices - 1}:
         said = fault([own] * (devices - many) + [other] * many)
         assert f"gave batch {own} of its loader and another process gave batch {other}:" in said
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4096, 4097, 16_384, 16_385, 2**20])
+def test_sums_of_squares_are_exact_on_any_number_of_devices(devices):
+    largest = (1 << _bits(devices)) - 1
+    assert 1 <= largest < 64 and devices * largest**2 < 2**24
 
 
 def test_a_batch_without_a_number_fits_any():

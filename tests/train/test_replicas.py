@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import numpy as np
 import optax
@@ -9,7 +11,7 @@ import pytest
 
 import gshard
 from gshard.train.late_checks import late_checks
-from gshard.train.replicas import _owners, _sum_of_bits
+from gshard.train.replicas import ReplicaCheck, _owners, _sum_of_bits
 from tests.tiers import quick
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
@@ -135,3 +137,15 @@ def test_inside_a_jit_nothing_is_compared():
     state, step = made("dp", every=1)
     state, _ = jax.jit(step)(state, BATCH)
     assert step._replicas._count == 0
+
+
+def test_thousands_of_devices_are_compared_within_a_second():
+    check, count, size = object.__new__(ReplicaCheck), 4096, 50
+    check._paths = [f"p{i}" for i in range(size)]
+    check._devices = [jax.devices()[0]] * count
+    check._owners = [[i % (count // 2) for i in range(count)]] * size
+    sums, began = np.ones((count, size), np.uint32), time.monotonic()
+    assert check._fault_of(sums, 1) == ""
+    assert time.monotonic() - began < 5  # each device with each: minutes
+    sums[77, -1] = 2
+    assert "the parameter p49 on" in check._fault_of(sums, 1)

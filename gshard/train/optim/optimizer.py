@@ -215,7 +215,7 @@ def _update_shards(
             run, plan, arguments, [*results, *reduced, *rest], results, record
         )
         changes = cut_padding(plan.pin(changes, plan.grads), plan.grads)
-        inner = plan.encode(plan.pin(inner, of_state))
+        inner = plan.encode(plan.pin(inner, of_state), state.inner)
     return changes, state._replace(inner=inner), own
 
 

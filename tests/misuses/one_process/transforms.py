@@ -14,7 +14,7 @@ import optax
 
 import gshard
 from tests.misuses.small import ADAM, BATCH, alone, kept, linen, loss_fn, params, shard
-from tests.misuses.table import refused, right
+from tests.misuses.table import raw, refused, right
 
 
 def fresh(level: str = "os", **options: Any) -> Any:
@@ -236,6 +236,15 @@ def nan_under_debug_nans(_):
         step(state, {**BATCH, "x": BATCH["x"] * np.nan})
 
 
+def own_error_under_debug_nans(_):
+    def loss(*_):
+        raise RuntimeError("the server is down")
+
+    with jax.debug_nans(True):
+        state, plan = shard()
+        gshard.make_train_step(loss, plan)(state, BATCH)
+
+
 def jit_twice(_):
     """The user's jit donates the state that the step donates."""
     state, step = fresh()
@@ -330,6 +339,9 @@ ROWS = {
     "jax.disable_jit": right(under(jax.disable_jit, steps=1)),  # seconds for each
     "jax.debug_nans": right(under(lambda: jax.debug_nans(True))),
     "jax.debug_nans and a NaN": refused(nan_under_debug_nans, "jax_debug_nans", "the loss alone"),
+    "an error of the loss under jax.debug_nans": raw(
+        own_error_under_debug_nans, RuntimeError, "the server is down"
+    ),
     "jax.debug_infs": right(under(lambda: jax.debug_infs(True))),
     "jax.checking_leaks": right(under(jax.checking_leaks)),
     "jax.transfer_guard('disallow')": right(under(lambda: jax.transfer_guard("disallow"))),

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 import gshard
-from gshard.sharding.quantized_array import decoded, encoded, is_quantized
+from gshard.sharding.quantized_array import QuantizedArray, decoded, encoded, is_quantized
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 
@@ -243,8 +243,9 @@ def test_nnx_models_keep_codes_in_their_optimizer():
     assert off.mean() <= 3e-4 and off.max() <= 4e-3  # of 3e-2 that an entry moves
 
 
-def test_a_skipped_step_keeps_every_code():
-    state, plan = sharded("os_g", adamw())
+@pytest.mark.parametrize("narrow", [None, "bfloat16"])
+def test_a_skipped_step_keeps_every_code(narrow):
+    state, plan = sharded("os_g", optax.adamw(1e-3, mu_dtype=narrow))
     step = gshard.make_train_step(loss_fn, plan, donate=False)
     state, _ = step(state, batch(0))
     bad = batch(1)
@@ -252,6 +253,35 @@ def test_a_skipped_step_keeps_every_code():
     after, metrics = step(state, bad)
     assert metrics["skipped_steps"] == 1
     jax.tree.map(np.testing.assert_array_equal, after.opt_state.inner, state.opt_state.inner)
+
+
+def test_a_block_is_kept_as_a_whole_or_not_at_all():
+    x = np.random.default_rng(0).normal(size=(4, 512)).astype(jnp.bfloat16)
+    before = QuantizedArray.encode(x, 1, 1, "bfloat16")
+    x = np.array(before.decode())
+    x[2, 300] *= 1.5
+    other = QuantizedArray.encode(x, 1, 1, "bfloat16")
+    assert (other.codes != before.codes).any((0, 1)).any()
+    kept = other.keeping(before, x)
+    wanted = np.array(before.codes)
+    wanted[2, 256:] = other.codes[2, 256:]
+    np.testing.assert_array_equal(kept.codes, wanted)
+    np.testing.assert_array_equal(kept.scales[:, 0], before.scales[:, 0])
+
+
+def test_moments_that_an_optimizer_does_not_change_keep_their_codes():
+    """Rounded to bfloat16 they lie between two codes, of which each encoding drew another one."""
+    tx = optax.MultiSteps(optax.adamw(1e-3, mu_dtype="bfloat16"), 2).gradient_transformation()
+    state, plan = sharded("p_g_os", tx)
+    step = gshard.make_train_step(loss_fn, plan, donate=False)
+    moments = []
+    for i in range(4):
+        state, _ = step(state, batch(i))
+        mu = state.opt_state.inner.inner_opt_state[0].mu
+        moments.append([np.asarray(x.codes) for x in jax.tree.leaves(mu, is_leaf=is_quantized)
+                        if is_quantized(x)])  # fmt: skip
+    first, updated, between, last = ([bytes(x) for x in found] for found in moments)
+    assert first != updated == between != last and len(first) > 1
 
 
 def test_a_state_with_other_moments_is_refused_with_what_to_do():
