@@ -376,8 +376,9 @@ class Checkpointer:
             flag("verify", verify)
             flag("cast", cast)
             local = set() if self._local is None else self._local.steps
-            there = sorted({*self.all_steps(), *local})
-            asked = None if step is None else existing_step(self._store, step, there)
+            asked = None
+            if step is not None:
+                asked = existing_step(self._store, step, sorted({*self.all_steps(), *local}))
             state, plan = state_and_plan(like, "restore(like=...)")
             refuse_waiting(state)
             return state, plan, asked

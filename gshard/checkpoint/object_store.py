@@ -60,6 +60,7 @@ class ObjectStore:
         self.directory = address.rstrip("/")
         self._bucket = Bucket(address)
         self._lease = Lease(self._bucket)
+        self._complete: set[str] | None = None  # known steps, while nobody else deletes them
 
     def __str__(self) -> str:
         return self.directory
@@ -71,9 +72,16 @@ class ObjectStore:
     def _numbers(self) -> dict[str, bool]:
         """The folders that are named as steps, and whether they are complete."""
         names = [x for x, folder in self._bucket.list().items() if folder and STEP.fullmatch(x)]
-        commits = [f"{name}/{MANIFEST}" for name in names]
+        known = {*(self._complete or ())}
+        others = [name for name in names if name not in known]
+        commits = [f"{name}/{MANIFEST}" for name in others]
         there = run_parallel(self._bucket.exists, commits, REQUESTS)
-        return dict(zip(names, there, strict=True))
+        found = dict.fromkeys(known.intersection(names), True) | dict(
+            zip(others, there, strict=True)
+        )
+        if self._complete is not None:
+            self._complete |= {name for name, complete in found.items() if complete}
+        return found
 
     def step(self, number: int) -> ObjectFiles:
         """The files of a step."""
@@ -90,12 +98,14 @@ class ObjectStore:
     def open_for_writing(self) -> None:
         """Takes the lease, and removes what killed and failed saves and deletions left."""
         self._lease.take()
+        self._complete = set() if self._complete is None else self._complete
         for name, complete in self._numbers().items():
             if not complete and self._bucket.exists(f"{name}/{DESCRIPTION}"):
                 self.delete(int(name))
 
     def close(self) -> None:
         """Releases the lease."""
+        self._complete = None
         self._lease.release()
 
     def draft(self, step: int, attempt: int) -> ObjectDraft:
@@ -129,6 +139,8 @@ class ObjectStore:
 
     def delete(self, step: int) -> None:
         """Deletes a step: its commit object first, and last what tells that gshard wrote it."""
+        if self._complete is not None:
+            self._complete.discard(str(step))
         names = [*self._bucket.find(str(step))]
         ordered = (MANIFEST, _TOKEN, DESCRIPTION)  # without its token, a draft is not committed
         rest = [name for name in names if name not in ordered]

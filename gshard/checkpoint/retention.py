@@ -95,12 +95,18 @@ class RetentionPolicy:
             )
 
 
-def readable_metadata(store: Store) -> dict[int, Mapping[str, Any]]:
-    """The metadata of the steps of a store, without those whose description is damaged."""
-    found: dict[int, Mapping[str, Any]] = {}
+def readable_metadata(
+    store: Store, known: Mapping[int, Mapping[str, Any]] | None = None
+) -> dict[int, Mapping[str, Any]]:
+    """The metadata of the steps of a store, without those whose description is damaged.
+
+    What was read before, `known`, is not read again.
+    """
+    known, found = known or {}, dict[int, Mapping[str, Any]]()
     for step in store.steps():
         with contextlib.suppress(GShardError):
-            found[step] = StepInfo.read(store.step(step)).metadata
+            is_known = step in known
+            found[step] = known[step] if is_known else StepInfo.read(store.step(step)).metadata
     return found
 
 

@@ -74,6 +74,7 @@ class StepWriter:
         self._metadata: Mapping[str, Any] = {}
         self._data: bytes | None = None
         self._arrays: dict[str, weakref.ref[jax.Array]] = {}
+        self._known: Mapping[int, Mapping[str, Any]] = {}  # metadata of the steps, once read
         self._uncommitted = 0  # saves that were begun and are not known to be steps
 
     def reader(self, verify: bool) -> Reader:
@@ -317,7 +318,8 @@ class StepWriter:
         if self._retention.keeps_all:
             return
         # A damaged step stays, to be examined, and the others are deleted nevertheless.
-        for step in self._retention.to_delete(readable_metadata(self.store)):
+        self._known = readable_metadata(self.store, self._known)
+        for step in self._retention.to_delete(self._known):
             self.store.delete(step)
 
     def _failed(self, step: int, why: GShardError) -> SaveFailedError:

@@ -97,6 +97,31 @@ def test_a_process_reads_its_shards_alone(address, monkeypatch, first):
                     stored[rows].read().result()
 
 
+def test_a_save_looks_at_no_step_that_it_knows(address, monkeypatch):
+    """With a thousand kept steps a save would send thousands of requests."""
+    pair = ({"w": np.ones(64, np.float32)}, optax.sgd(0.1))
+    state, _ = gshard.shard_train_state(pair, gshard.make_mesh(), "os", min_shard_size=0)
+    asked = []
+    for name in ("exists", "find", "read"):
+        before = getattr(Bucket, name)
+
+        def told(self, path, *more, before=before):
+            asked.append(path)
+            return before(self, path, *more)
+
+        monkeypatch.setattr(Bucket, name, told)
+    with gshard.Checkpointer(address, keep_last=1, keep_every=1, asynchronous=False) as made:
+        for step in (1, 2, 3):
+            made.save(step, state)
+        asked.clear()
+        made.save(4, state)
+        assert made.all_steps() == [1, 2, 3, 4]
+        made.delete(2)
+        assert made.all_steps() == [1, 3, 4]
+    looked = {path.partition("/")[0] for path in asked}
+    assert "1" not in looked and "4" in looked, asked
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_adjacent_blocks_are_read_together_and_long_ones_in_pieces(address, monkeypatch, verify):
     params = {str(i): np.full((512, 64), i, np.float32) for i in range(12)}
