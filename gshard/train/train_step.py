@@ -344,6 +344,7 @@ class TrainStep:
     def latest(self) -> None:
         self._latest.release()
 
+    @short_traceback
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """Lowers the step for these arguments, concrete or abstract, without running it."""
         with paused_collector():
