@@ -70,6 +70,7 @@ def named_arguments(
                 return f"{called} needs the argument {lacking[1]}=. {known[lacking[1]]}"
             return f"{called}: {error}. It takes {some(takes, 9)}."
 
+        checked.explains_arguments = True  # pyright: ignore[reportAttributeAccessIssue]
         return short_traceback(checked)
 
     return decorate
@@ -85,7 +86,7 @@ def _public_with(argument: str) -> list[str]:
     for name in root.__all__:
         with suppress(ImportError):
             x = getattr(root, name)
-            if hasattr(x.__init__ if isinstance(x, type) else x, "__wrapped__"):
+            if hasattr(x.__init__ if isinstance(x, type) else x, "explains_arguments"):
                 decorated[name] = x
     return [x for x in decorated if argument in inspect.signature(decorated[x]).parameters]
 

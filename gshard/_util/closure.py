@@ -177,7 +177,7 @@ def _compared(x: Any) -> Any:
 
 
 def _arrays(x: Any) -> list[Any]:
-    """The arrays of a tree, but those in containers of thousands: each step looks at them.
+    """The arrays of a tree, except in containers of thousands, since each step calls this.
 
     `jax.tree.leaves` alone would fail at keys that have no order, and leave the interpreter near
     its recursion limit (JAX 0.10.2).

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from gshard._util.errors import GShardError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_GSHARD = str(Path(__file__).parents[1])
+_GSHARD = str(Path(__file__).parents[1]) + os.sep
+_PACKAGES = ("site-packages", "dist-packages")
 _PYTHON = sysconfig.get_path("stdlib")
 
 
 def is_library(file: str) -> bool:
     """Whether a source file is not the user's own."""
-    return _GSHARD in file or "site-packages" in file
+    return file.startswith(_GSHARD) or any(name in file for name in _PACKAGES)
 
 
 def line_of_error(error: BaseException) -> str:
@@ -32,7 +34,7 @@ def line_of_error(error: BaseException) -> str:
 
 
 def short_traceback(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a public function, or generator: `shorten` has seen what it raises."""
+    """Decorates a public function or generator function: what it raises goes through `shorten`."""
 
     @functools.wraps(function)
     def generate(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -56,9 +58,9 @@ def short_traceback(function: Callable[P, R]) -> Callable[P, R]:
 def shorten(error: BaseException) -> None:
     """Removes gshard's frames from the traceback of an error, and of those that led to it.
 
-    They stay where they say more than the message: where it is not one of gshard, and was not
-    raised by a function of the user, such as a loss. All stay with `JAX_TRACEBACK_FILTERING=off`,
-    which shows the frames that JAX removes too.
+    Of another error than a `GShardError` those stay that lie below the user's last function, such
+    as a loss: they say where it comes from. All stay with `JAX_TRACEBACK_FILTERING=off`, which
+    also shows the frames that JAX removes.
     """
     jax = sys.modules.get("jax")
     if jax is not None and jax.config.jax_traceback_filtering == "off":
@@ -66,24 +68,31 @@ def shorten(error: BaseException) -> None:
     seen, at = set[int](), error
     while at is not None and id(at) not in seen:
         seen.add(id(at))
-        entries, files = _entries(at.__traceback__)
-        ours = [file.startswith(_GSHARD) for file in files]
-        below = files[ours.index(True) :] if True in ours else []
-        if isinstance(at, GShardError) or any(map(_is_own, below)):
-            at.__traceback__ = _chain([x for x, own in zip(entries, ours, strict=True) if not own])
+        entries = _entries(at.__traceback__)
+        ours = [_is_ours(x.tb_frame) for x in entries]
+        users = [i for i, x in enumerate(entries) if _is_own(x.tb_frame.f_code.co_filename)]
+        last = len(entries) if isinstance(at, GShardError) else max(users, default=0)
+        if True in ours[:last]:
+            at.with_traceback(_chain([x for i, x in enumerate(entries) if i > last or not ours[i]]))
         at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
 
 
 def _is_own(file: str) -> bool:
-    return not is_library(file) and not file.startswith((_PYTHON, "<frozen"))
+    return not is_library(file) and not file.startswith((_PYTHON, "<"))
 
 
-def _entries(at: TracebackType | None) -> tuple[list[TracebackType], list[str]]:
+def _is_ours(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    generated = file.startswith("<") and frame.f_globals.get("__name__", "").startswith("gshard.")
+    return generated or file.startswith(_GSHARD)
+
+
+def _entries(at: TracebackType | None) -> list[TracebackType]:
     found = []
     while at is not None:
         found.append(at)
         at = at.tb_next
-    return found, [x.tb_frame.f_code.co_filename for x in found]
+    return found
 
 
 def _chain(entries: list[TracebackType]) -> TracebackType | None:

@@ -126,7 +126,7 @@ class Checkpointer:
         self._writer = StepWriter(self._store, self._retention)
         self._local = None if local is None else LocalTier(local, self._store, str(self._rhythm))
         self._elsewhere: str | None = None  # where the last state is that `save` was given
-        self._closed = False
+        self._closed, self._writes = False, writes
         # One thread at a time: a save that begins removes what it takes for debris.
         self._in_use = threading.RLock()
         if not self._retention.keeps_all if writes is None else flag("writes", writes):
@@ -237,7 +237,7 @@ class Checkpointer:
             if writer is self._writer and self._local is not None:
                 self._local.abandon(check_integer("step", step, 0))
             if not self._asynchronous:
-                writer.wait()
+                self._wait_for(writer)
 
         with self._call():
             self._await(writer)
@@ -250,7 +250,9 @@ class Checkpointer:
         except GShardError:  # raised by the writer, on all processes
             return self._writer, None
         missed = self._rhythm.missed(number)
-        if force or self._rhythm.is_of_directory(number) or was_preempted():
+        saving = self._writer.saving
+        newest = self._writer.last_step if saving is None else saving.draft.step
+        if force or self._rhythm.is_of_directory(number) or was_preempted() or number == newest:
             return self._writer, None
         if missed is not None:
             warn(
@@ -260,22 +262,20 @@ class Checkpointer:
             )
         if self._local is None or not self._rhythm.is_local(number):
             return None, f"step, {number}, was not saved"
-        elsewhere = f"step, {number}, is in {self._local.store} alone"
-        # After a skipped step the number is the same: what is there is kept, as in the directory.
-        return None if self._local.has(number) else self._local, elsewhere
+        return self._local, f"step, {number}, is in {self._local.store} alone"
 
     def _await(self, writer: StepWriter) -> None:
         """Waits for the writer's last save; a save of the directory that is done is looked at."""
         if writer is not self._writer and self._writer.saving is not None:
             told = all_gather_text(str(self._writer.saving.is_done()), what="save")
             if {*told.values()} == {"True"}:
-                self._run(self._writer, self._wait_for_directory)
-        self._run(writer, self._wait_for_directory if writer is self._writer else writer.wait)
+                self._run(self._writer, lambda: self._wait_for(self._writer))
+        self._run(writer, lambda: self._wait_for(writer))
 
-    def _wait_for_directory(self) -> None:
-        self._writer.wait()
-        if self._local is not None and self._writer.last_step is not None:
-            self._local.directory_has(self._writer.last_step)
+    def _wait_for(self, writer: StepWriter) -> None:
+        writer.wait()
+        if writer is self._writer and self._local is not None and writer.last_step is not None:
+            self._local.directory_has(writer.last_step)
 
     @short_traceback
     def wait(self) -> None:
@@ -396,7 +396,9 @@ class Checkpointer:
             if only is not None:  # the state is not the one that was saved
                 return found
             if self._local is not None:
-                self._local.go_on_from(found.step, is_choice=asked is not None)
+                self._local.forget(lambda own: own > found.step)
+                if asked is not None and self._writes is not False:
+                    self._local.abandon(found.step)  # and not only damaged ones
             newest = max(steps_everywhere(self._store), default=None)
             if found.step == newest and found.source == str(self._store):
                 self._writer.has_restored(found.step, found.metadata, found.data_state)
@@ -409,19 +411,23 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for the last save, and lets another `Checkpointer` write into the directory."""
         with self._call():
-            self._closed = True
-            with contextlib.ExitStack() as every:  # also after one that fails
-                every.callback(self._warn_of_elsewhere)
-                for writer in reversed(self._writers()):
-                    every.callback(self._run, writer, writer.close)
-
-    def _warn_of_elsewhere(self) -> None:
-        elsewhere, self._elsewhere = self._elsewhere, None
-        if elsewhere is not None:
-            warn(
-                f"the last {elsewhere}, so that {self._store} has an older state. Save the last "
-                "one with save(step, state, force=True)."
-            )
+            self._closed, failed = True, None
+            with contextlib.ExitStack() as stores:
+                for writer in self._writers():
+                    stores.callback(writer.store.close)
+                for writer in self._writers():
+                    try:
+                        self._await(writer)
+                    except SaveFailedError as error:
+                        failed = failed or error
+            elsewhere, self._elsewhere = self._elsewhere, None
+            if failed is not None:
+                raise failed
+            if elsewhere is not None:
+                warn(
+                    f"the last {elsewhere}, so that {self._store} has an older state. Save the "
+                    "last one with save(step, state, force=True)."
+                )
 
     def __enter__(self) -> Self:
         return self
@@ -444,7 +450,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
-        """One call at a time. Its transfers are asked for, whatever `jax.transfer_guard` says."""
+        """Lets one thread in at a time, and allows the transfers that the call needs."""
         with self._in_use, spending("checkpoint"), jax.transfer_guard("allow"):
             yield
 
@@ -464,4 +470,6 @@ class Checkpointer:
         except SaveFailedError as error:
             if not self._warns and writer is self._writer:
                 raise
+            if writer is not self._writer:
+                self._elsewhere = f"step, {error.step}, was not saved"
             warn(str(error))

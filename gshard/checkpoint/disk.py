@@ -17,7 +17,14 @@ from typing import Any, Self
 
 import jax
 
-from gshard._util.durable import folder_path, make_folder, remove_folder, rename, write_file
+from gshard._util.durable import (
+    folder_path,
+    fsync,
+    make_folder,
+    remove_folder,
+    rename,
+    write_file,
+)
 from gshard._util.errors import GShardError, some
 from gshard._util.validation import shown
 from gshard.checkpoint.checksums import Damage, verify_step
@@ -62,6 +69,7 @@ class Disk:
     """The steps of a run in one directory."""
 
     is_shared = True
+    is_remote = False
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -111,7 +119,7 @@ class Disk:
 
     def open_for_writing(self) -> None:
         """Locks the directory, and removes what killed and failed saves left."""
-        if self._lock is not None and not is_locked_by(self._lock, self.directory):
+        if not self.is_locked():
             self.close()  # the directory was deleted
         if self._lock is None:
             make_folder(self.directory)
@@ -121,6 +129,10 @@ class Disk:
         for name in os.listdir(self.directory):
             if _DEBRIS.fullmatch(name):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
+
+    def is_locked(self) -> bool:
+        """Whether this object has locked the directory, which nobody has deleted since."""
+        return self._lock is not None and is_locked_by(self._lock, self.directory)
 
     def close(self) -> None:
         """Unlocks the directory."""
@@ -198,9 +210,10 @@ class DiskDraft:
     def commit(self) -> str:
         """Renames the folder to the number of the step."""
         step = self.folder.with_name(str(self.step))
+        os.rename(self.folder, step)
         try:
-            rename(self.folder, step)
-        except OSError:  # perhaps of the sync after it: a step that is there may be saved no more
+            fsync(step.parent)
+        except OSError:  # it is reported as not saved, so it must be possible to save it again
             with contextlib.suppress(OSError):
                 os.rename(step, self.folder)
             raise

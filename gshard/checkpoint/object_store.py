@@ -55,6 +55,7 @@ class ObjectStore:
     """The steps below an address of an object store."""
 
     is_shared = True
+    is_remote = True
 
     def __init__(self, address: str):
         self.directory = address.rstrip("/")

@@ -260,13 +260,6 @@ class StepWriter:
         self.damaged.discard(step)
         self.last_step = None
 
-    def close(self) -> None:
-        """Waits, and lets another writer write."""
-        try:
-            self.wait()
-        finally:
-            self.store.close()
-
     def has_restored(self, step: int, metadata: Mapping[str, Any], data_state: Any) -> None:
         """Learns what the newest step holds: it may be saved again, as if it were written last."""
         self.last_step, self._metadata, self._arrays = step, metadata, {}
@@ -318,8 +311,9 @@ class StepWriter:
         if self._retention.keeps_all:
             return
         # A damaged step stays, to be examined, and the others are deleted nevertheless.
-        self._known = readable_metadata(self.store, self._known)
-        for step in self._retention.to_delete(self._known):
+        found = readable_metadata(self.store, self._known)
+        self._known = found if self.store.is_remote else {}
+        for step in self._retention.to_delete(found):
             self.store.delete(step)
 
     def _failed(self, step: int, why: GShardError) -> SaveFailedError:

@@ -91,6 +91,7 @@ class Store(Protocol):
     """The steps of a run. `str` of it is its address."""
 
     is_shared: bool  # by all processes; else each has its own, of its shards
+    is_remote: bool  # what was read is not read again, where a request takes long and costs money
 
     @property
     def directory(self) -> Path | str:

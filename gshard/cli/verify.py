@@ -59,13 +59,15 @@ def _verify(given: Namespace, _: None) -> Answer:
                 if step in store.steps():
                     raise
             if not row["ok"] and step not in store.steps():
-                line = f"[gone] step {step}: a job has deleted it meanwhile"
-            else:
-                rows.append(row)
+                row = {"step": step, "gone": True}
+                line = f"[gone] step {step}: it was deleted meanwhile"
+            rows.append(row)
             lines.append(line)
-    damaged = not all(row["ok"] for row in rows)
+    verified = [row["ok"] for row in rows if "ok" in row]
+    if not verified:
+        raise GShardError(f"{store}: all steps that were to be verified were deleted meanwhile.")
     data = {"directory": str(store), "steps": rows}
-    return Answer(data, "\n".join(lines), NO if damaged else YES)
+    return Answer(data, "\n".join(lines), YES if all(verified) else NO)
 
 
 def _size(folder: StepFiles) -> int:
@@ -75,7 +77,7 @@ def _size(folder: StepFiles) -> int:
 
 
 def _verdict(folder: StepFiles, progress: Progress) -> tuple[dict[str, Any], str]:
-    """What `--json` has of a step, and a line about it with one for each damage."""
+    """The entry of a step in `--json`, and its text: a line, and one more for each damage."""
     step = int(folder.name)
     try:
         damages = verify_step(folder, progress=progress)

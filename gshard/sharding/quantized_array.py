@@ -88,7 +88,7 @@ class QuantizedArray:
 
     @classmethod
     def encode(cls, x: Any, axis: int, shards: int, dtype: str) -> QuantizedArray:
-        """Encodes an array; one that was decoded gets the codes and scales that it had.
+        """Encodes an array; one that was decoded in float32 gets the codes that it had.
 
         A block with an entry that is not finite is not finite as a whole.
         """
@@ -116,8 +116,8 @@ class QuantizedArray:
     def keeping(self, before: QuantizedArray, x: Any) -> QuantizedArray:
         """Takes over the blocks of `before` that decode to what is encoded here, `x`.
 
-        A value that was rounded to a narrow dtype lies between two codes, of which encoding it
-        again would draw another one.
+        A value that was rounded to a narrow dtype lies between two codes, and encoding it again
+        might draw the other.
         """
         differ = self._in_blocks(x != before.decode(), jnp)
         changed = differ.any(self.axis + 2, keepdims=True)
@@ -205,7 +205,8 @@ def encoded(tree: Any, like: Any, before: Any = None) -> Any:
         is_exact = q.dtype == "float32"  # encoding what was decoded gives the same codes
         return new if before is None or is_exact else new.keeping(old, x)
 
-    return structure.unflatten(map(encode, jax.tree.leaves(tree), places, old))
+    leaves = zip(jax.tree.leaves(tree), places, old, strict=True)
+    return structure.unflatten(encode(*of_one) for of_one in leaves)
 
 
 def _cut(x: Any, axis: int, size: int) -> Any:

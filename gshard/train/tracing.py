@@ -16,8 +16,8 @@ from gshard._util.errors import GShardError
 def explain_debug_nans(error: RuntimeError) -> None:
     """Raises a readable error where `jax_debug_nans` could not run a step again."""
     config: Any = jax.config
-    # Each try is compiled, finds the NaN and tries again (RecursionError), or finds no arrays.
-    tried = isinstance(error, RecursionError) or re.search("donated|deleted", str(error))
+    # JAX compiles each retry, which finds the NaN and retries (RecursionError), or no arrays.
+    tried = _has_found_a_nan(error) or re.search("donated|deleted", str(error))
     if config.jax_debug_nans and tried:
         raise GShardError(
             "a step made a NaN. With jax_debug_nans, JAX tried to run it again one operation at a "
@@ -25,6 +25,16 @@ def explain_debug_nans(error: RuntimeError) -> None:
             "step is skipped and counted. To find the operation, differentiate the loss alone: "
             "with jax.debug_nans(True): jax.grad(loss_fn)(gshard.full_params(state), batch)."
         ) from error
+
+
+def _has_found_a_nan(error: BaseException | None) -> bool:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, FloatingPointError):
+            return True
+        seen.add(id(error))
+        error = error.__context__
+    return False
 
 
 @contextmanager

@@ -82,6 +82,20 @@ def test_an_error_that_gshard_did_not_mean_to_raise_keeps_its_frames():
     assert files(caught.value)[-1] == GSHARD + "/inner.py"
 
 
+def test_what_gshard_does_below_the_loss_is_shown():
+    q = np.ones((2, 4, 2, 8), np.float32)
+
+    def loss(params, batch):
+        return gshard.sequence.attention(q, q, q, segment_ids="x").mean() * params["w"].mean()
+
+    with pytest.raises(TypeError) as caught:
+        trained(loss)
+    found = files(caught.value)
+    assert any(file.startswith(GSHARD) for file in found[found.index(__file__) :])
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[names.index("trained") + 1] == "loss"
+
+
 def test_an_example_that_cannot_be_read_shows_the_line_that_reads_it():
     class Data:
         def __len__(self):

@@ -236,7 +236,7 @@ def test_a_step_whose_name_is_not_synced_is_no_step_and_can_be_saved_again(tmp_p
             fsync(path)
 
         with monkeypatch.context() as patched:
-            patched.setattr(durable, "fsync", fails)
+            patched.setattr("gshard.checkpoint.disk.fsync", fails)
             with pytest.raises(gshard.SaveFailedError, match="step 2 .* The newest step is 1"):
                 checkpointer.save(2, state)
         checkpointer.save(2, state)

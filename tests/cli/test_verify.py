@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import jax.numpy as jnp
 import optax
@@ -99,4 +100,14 @@ def test_a_step_that_a_job_deletes_meanwhile_is_skipped(directory, capsys, monke
     monkeypatch.setattr(verify, when, deletes)
     assert main(["verify", str(directory)]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "[gone] step 3: a job has deleted it meanwhile" and "step 12: " in second
+    assert first == "[gone] step 3: it was deleted meanwhile" and "step 12: " in second
+
+
+def test_where_all_steps_are_deleted_meanwhile_nothing_was_verified(directory, capsys, monkeypatch):
+    def deletes(step, **_):
+        shutil.rmtree(directory / "12")
+        raise FileNotFoundError(step)
+
+    monkeypatch.setattr(verify, "verify_step", deletes)
+    assert main(["verify", str(directory), "--step", "12"]) == 2
+    assert "all steps that were to be verified were deleted" in capsys.readouterr().err

@@ -98,6 +98,10 @@ class LocalStore(Disk):
             if folder != self.directory and not any(_steps_in(folder)):
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def is_taken(self, step: int) -> bool:
+        """True: a process does not know what the others have, and all must do the same."""
+        return True
+
     def _written_last(self, name: str) -> list[Path]:
         return [self.directory / name / INDEX]
 

@@ -42,6 +42,7 @@ class LocalTier(StepWriter):
         for step, missing in others.items():
             warn(f"step {step} in {self.store} is not restored: {missing}.")
         self._own: int | None = None  # the step that this object has saved last
+        self._skipped = -1  # steps, until the last save
 
     def reader(self, verify: bool) -> LocalReader:
         """Reads steps."""
@@ -53,39 +54,32 @@ class LocalTier(StepWriter):
         self.steps -= gone
         self.damaged |= gone
 
-    def has(self, step: int) -> bool:
-        """Whether it is the step that this object has saved last, or is saving."""
-        if self.saving is not None:
-            return step == self.saving.draft.step
-        return step == self._own and step in self.steps
-
     def abandon(self, step: int) -> None:
-        """Deletes the steps after this one, from which training does not go on."""
-        self.forget(lambda own: own > step)
-        self._drop_forgotten()
+        """Deletes the steps after this one, from which training does not go on.
 
-    def go_on_from(self, step: int, is_choice: bool) -> None:
-        """Gives up the steps after the one that was restored.
-
-        Those that the user chose not to go on from are deleted, unless another job writes there.
+        Unless another job writes there: then the next save raises an error.
         """
         self.forget(lambda own: own > step)
-        if not is_choice:  # they are damaged
-            return
-        with suppress(CallOrderError, OSError):  # the next save raises it
-            self.store.open_for_writing()
+        is_locked = self.store.is_locked()
+        with suppress(CallOrderError, OSError):
+            if self.damaged and not is_locked:
+                self.store.open_for_writing()
             self._drop_forgotten()
+        if not is_locked:
+            self.store.close()
 
     def directory_has(self, step: int) -> None:
-        """Learns that a step is complete in the directory, which replaces that of this folder."""
+        """Learns that the directory has a step, which replaces the local one of that number."""
         self.after = max(self.after, step)
         self.forget(lambda own: own == step)
-        self._drop_forgotten()
+        with suppress(OSError):  # the next save deletes them
+            self._drop_forgotten()
 
     def _drop_forgotten(self) -> None:
-        if self.damaged:
-            gone, self.damaged = self.damaged, set()
-            self.store.drop(lambda own: own in gone)
+        """Deletes what was given up; only who has the lock does, and not who reads."""
+        if self.damaged and self.store.is_locked():
+            self.store.drop(lambda own: own in self.damaged)
+            self.damaged = set()
 
     def directory_lost(self, newest: int) -> None:
         """Gives up what follows a deleted step of the directory; `newest` is left there, or -1."""
@@ -94,10 +88,24 @@ class LocalTier(StepWriter):
         self.after = newest
 
     def begin(self, describe: Callable[[], Contents], compare: Callable[[], None]) -> None:
-        """Starts to write a step."""
-        self.last_step = None
+        """Starts to write a step, unless it is the last one and a step was skipped since then.
+
+        What is there would be given up before the new one is complete.
+        """
         self.store.next_save()
-        super().begin(describe, compare)
+
+        def described() -> Contents:
+            contents = describe()
+            before, self._skipped = self._skipped, _skipped_steps(contents)
+            is_same = contents.step == self.last_step and contents.step in self.steps
+            if not (is_same and self._skipped > before):
+                self.last_step = None
+            return contents
+
+        super().begin(described, compare)
+
+    def _check_same(self, contents: Contents) -> None:
+        """Does nothing: only after a skipped step is the last one not written again."""
 
     def _make_draft(self, contents: Contents) -> Draft:
         number, arrays = contents.step, contents.info.arrays
@@ -146,3 +154,8 @@ class LocalTier(StepWriter):
             self._own = saving.draft.step
             self.steps = {self._own}
             self.store.drop(lambda step: step != self._own)
+
+
+def _skipped_steps(contents: Contents) -> int:
+    count = contents.arrays.get("opt_state/guard/skipped")
+    return -1 if count is None else int(count)

@@ -123,7 +123,7 @@ class Supervisor:
     def let_finish(self, seconds: float, stop: Callable[[], object]) -> None:
         """Waits for saves that are under way, as long as the first process can commit them.
 
-        Not once `stop()` is true: somebody does not want to wait for them.
+        It stops waiting when `stop()` is true, since somebody does not want to wait.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not (0 in self.ends and self.ends[0].failed):

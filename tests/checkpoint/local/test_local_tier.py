@@ -26,6 +26,7 @@ from gshard.checkpoint.local import store as local_store
 from gshard.checkpoint.local.shards import INDEX, SHARDS, read_index
 from tests.checkpoint.test_checkpoints import (
     PLACES,
+    ROWS,
     Training,
     assert_equal_bits,
     shard,
@@ -328,31 +329,87 @@ def rewound(folders):
     return run, checkpointer
 
 
-def test_nor_are_those_after_a_step_that_is_saved_without_a_restore(folders):
+def test_steps_after_one_that_is_saved_without_a_restore_are_not_restored(folders):
     run, checkpointer = rewound(folders)
     checkpointer.save(22, run.state, force=True)
     checkpointer.wait()
     assert opened(folders, every=20, local_every=2).latest_step() == 22
 
 
-def test_they_are_deleted_at_once_for_a_job_that_is_killed_before_its_next_save(folders):
+def test_steps_after_a_restored_one_are_deleted_before_the_next_save(folders):
     run, checkpointer = rewound(folders)
     checkpointer.restore(20, like=run.state)
     assert opened(folders, every=20, local_every=2).latest_step() == 20
 
 
-def test_who_only_reads_an_older_step_beside_a_job_deletes_nothing(folders):
-    run, _checkpointer = rewound(folders)
-    opened(folders, every=20, local_every=2).restore(20, like=run.state)
-    assert opened(folders, every=20, local_every=2).latest_step() == 24
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_who_only_reads_deletes_nothing(folders, is_alive):
+    run, checkpointer = rewound(folders)
+    if not is_alive:
+        checkpointer._elsewhere = None  # which is a warning
+        checkpointer.close()
+    reader = opened(folders, every=20, local_every=2, writes=False)
+    assert reader.restore(20, like=run.state).step == 20
+    assert reader.restore(like=run.state).step == 20  # which it has chosen
+    reader.wait()
+    with open(next(folders["local"].rglob("24/*.bin"), folders["local"] / "none"), "ab") as file:
+        file.truncate(0)
+    other = opened(folders, every=20, local_every=2, writes=False)
+    with contextlib.suppress(gshard.GShardError):
+        other.restore(like=run.state)
+        other.wait()
+    assert (folders["local"] / "process-0" / "24").exists()
+
+
+def skip(run):
+    """Runs a step that changes nothing, since the batch is not finite."""
+    batch = jax.tree.map(
+        lambda x: x * np.nan if x.dtype == np.float32 else x, run.model.batch(0, ROWS, 0)
+    )
+    run.state, metrics = run._step(run.state, batch)
+    assert metrics["skipped_steps"] == 1
 
 
 def test_a_step_that_was_skipped_leaves_the_local_one_alone(folders, monkeypatch):
     run, checkpointer = rewound(folders)
+    skip(run)
     monkeypatch.setattr(local_store, "write_shards", lambda *given: 1 / 0)  # as a kill
     checkpointer.save(24, run.state)
     checkpointer.wait()
     assert opened(folders, every=20, local_every=2).restore(like=run.state).step == 24
+
+
+def test_another_state_of_the_same_number_is_written(folders):
+    run, checkpointer = rewound(folders)
+    other = jax.tree.map(lambda x: x * 2, run.state.params)
+    checkpointer.save(24, run.state.replace(params=other))
+    checkpointer.wait()
+    found = opened(folders, every=20, local_every=2).restore(like=run.state)
+    assert found.step == 24
+    jax.tree.map(np.testing.assert_array_equal, found.state.params, other)
+
+
+def test_a_skipped_step_after_a_save_of_the_directory_is_no_local_one(folders, recwarn):
+    run, checkpointer = rewound(folders)
+    checkpointer.save(24, run.state, force=True)
+    skip(run)
+    checkpointer.save(24, run.state)
+    checkpointer.close()
+    assert checkpointer.all_steps() == [20, 24]
+    assert not (folders["local"] / "process-0" / "24").exists()
+    assert not [x for x in recwarn if "alone" in str(x.message)]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_local_step_goes_with_the_step_of_the_directory_that_it_follows(folders, asynchronous):
+    run = Training("os", 2)
+    with opened(folders, every=20, local_every=2, asynchronous=asynchronous) as checkpointer:
+        for step in (20, 22):
+            checkpointer.save(step, run.state)
+            checkpointer.wait()
+        checkpointer._elsewhere = None
+        checkpointer.delete(20)
+        assert checkpointer.latest_step() is None
 
 
 def test_a_local_step_stays_until_the_directory_has_it(folders, monkeypatch):
