@@ -221,8 +221,11 @@ def _pattern(paths: set[str], params: Mapping[str, Any], parts: int = 1) -> str:
     ends = sorted({"/".join(path.split("/")[-parts:]) for path in paths})
     text = f"(^|/)({'|'.join(map(re.escape, ends))})$"
     matched = {path for path in params if re.search(text, path)}
-    longest = parts > max(path.count("/") for path in paths)
-    return text if matched == paths or longest else _pattern(paths, params, parts + 1)
+    if matched == paths:
+        return text
+    if parts > max(path.count("/") for path in paths):  # others end in the longest of them
+        return f"^({'|'.join(map(re.escape, sorted(paths)))})$"
+    return _pattern(paths, params, parts + 1)
 
 
 def expert_axes_table(found: Sequence[ExpertAxis]) -> list[Table | str]:

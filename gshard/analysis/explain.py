@@ -111,7 +111,7 @@ def _state_array(
     path: str, layout: Layout, plan: Plan, known: Mapping[str, Mapping[str, Layout]]
 ) -> StateArray:
     local, size = layout.local(), layout.bytes_per_device
-    replicated = layout.dim is None and local.size > 1
+    replicated = layout.dim is None and layout.kept is None and local.size > 1
     reason, change, marked = _why(path, layout, plan, known)
     return StateArray(
         path=path,
@@ -133,7 +133,7 @@ def _why(
     path: str, layout: Layout, plan: Plan, known: Mapping[str, Mapping[str, Layout]]
 ) -> tuple[str, str, bool]:
     """Returns why a leaf is replicated or sharded, what changes that, and whether to mark it."""
-    if layout.dim is not None:
+    if layout.dim is not None or layout.kept is not None:
         return layout.reason, "", False
     if layout.local().size < 2:
         return "a scalar", "", False

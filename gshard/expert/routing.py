@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal, get_args
 
 import jax
@@ -133,7 +134,8 @@ def _capacity(tokens: int, k: int, experts: int, factor: Any) -> int:
             f"capacity_factor={shown(factor)} must be a number above 0, such as 1.25, or None for "
             "experts that take every token."
         )
-    capacity = min(tokens, math.ceil(tokens * k / experts * float(factor)))
+    exact = Fraction(tokens * k, experts) * Fraction(str(float(factor)))  # 110, and not 110 + 1e-14
+    capacity = min(tokens, math.ceil(exact))
     if 2 * capacity * experts < tokens * k:
         lost = 1 - capacity * experts / (tokens * k)
         warn(
@@ -211,6 +213,7 @@ def combine(y: Any, routing: Routing) -> jax.Array:
     at = jnp.minimum(_slot(routing, slots), slots - 1)
     weights = jnp.where(routing.taken, routing.weights, 0).astype(y.dtype)
     found = jax.vmap(lambda rows, at: rows[at])(rows, at)  # (G, T, K, D)
+    found = jnp.where(routing.taken[..., None], found, 0)  # another token's may be infinite
     return jnp.sum(weights[..., None] * found, 2)
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 SLICE = 128  # tokens; a shorter sequence is one slice
+_NARROW = 32  # slices whose gradients are added up in the dtype of the head
 
 
 def slice_of(tokens: int) -> int:
@@ -82,12 +83,17 @@ def _cross_entropy_backward(size: int, kept, d_sum_B):
         logits_BxCxV = jnp.matmul(x_BxCxD, head_DxV, preferred_element_type=jnp.float32)
         d_BxCxV = jnp.exp(logits_BxCxV - norm_BxC[..., None]) - jax.nn.one_hot(next_BxC, V)
         d_BxCxV = (d_BxCxV * d_sum_B[:, None, None]).astype(dtype)
-        d_head_DxV += jnp.einsum("BCD,BCV->DV", x_BxCxD, d_BxCxV)
+        d_head_DxV += jnp.einsum(
+            "BCD,BCV->DV", x_BxCxD, d_BxCxV, preferred_element_type=d_head_DxV.dtype
+        )
         return d_head_DxV, jnp.einsum("BCV,DV->BCD", d_BxCxV, head_DxV)
 
     walked = slices(x_BxTxD, size), slices(next_BxT, size), norm_NxBxC
-    d_head_DxV, d_x_NxBxCxD = jax.lax.scan(of_slice, jnp.zeros_like(head_DxV), walked)
-    return jnp.moveaxis(d_x_NxBxCxD, 0, 1).reshape(x_BxTxD.shape), d_head_DxV, None
+    # A sum of many slices in bfloat16 stops growing: at 32,768 tokens it is off by 5 %.
+    wide = jnp.float32 if norm_NxBxC.shape[0] > _NARROW else dtype
+    d_head_DxV, d_x_NxBxCxD = jax.lax.scan(of_slice, jnp.zeros_like(head_DxV, wide), walked)
+    d_x_BxTxD = jnp.moveaxis(d_x_NxBxCxD, 0, 1).reshape(x_BxTxD.shape)
+    return d_x_BxTxD, d_head_DxV.astype(dtype), None
 
 
 cross_entropy: Any = jax.custom_vjp(_cross_entropy, nondiff_argnums=(3,))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from fractions import Fraction
 from typing import Any
 
 import flax.linen as nn
@@ -55,8 +56,8 @@ class Routing:
 
     def slots(self, tokens: int) -> int:
         """Tokens that an expert takes of a group."""
-        share = tokens * self.chosen / self.experts
-        return min(tokens, math.ceil(share * self.capacity))
+        share = Fraction(tokens * self.chosen, self.experts)
+        return min(tokens, math.ceil(share * Fraction(str(float(self.capacity)))))
 
 
 class Experts(nn.Module):

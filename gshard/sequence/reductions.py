@@ -105,6 +105,7 @@ def norm(x: Any, *, dim: int = 1, keepdims: bool = False, axis: str = "sequence"
       Array([5.], dtype=float32)
     """
     x = jnp.asarray(x)
+    x = x.astype(jnp.result_type(x, float))  # squares of integers would overflow
     return jnp.sqrt(sum(jnp.square(jnp.abs(x)), dim=dim, keepdims=keepdims, axis=axis))
 
 

@@ -367,7 +367,10 @@ def resharding(plan: Plan, reshard_after_forward: bool | int) -> bool | int:
         return bool(reshard_after_forward)
     try:
         n = check_integer("reshard_after_forward", reshard_after_forward, 1)
-        plan.group.sub_group(n)
+        groups = {x.group for x in jax.tree.leaves(plan.params) if x.kept} | {plan.group}
+        for group in groups:  # that of a kept array has fewer devices
+            if n not in (1, plan.group.size):
+                group.sub_group(n)
     except GShardError as error:
         raise GShardError(
             f"reshard_after_forward={shown(reshard_after_forward)}: pass True (keep local shards "

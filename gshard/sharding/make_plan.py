@@ -96,16 +96,24 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
 
     def by_rule(path: str, leaf: Any, sharded: bool, scanned: bool) -> Layout:
         own = keeps.get(path) if scanned else None
-        return lay_out(
-            path,
-            leaf,
-            group if own is None else group.without(own.axis),
-            request.rule if sharded else None,
-            scan_dim=scan_dim(path, leaf) if scanned else None,
-            model_axes=model_axes_of(path, leaf, mesh_names.get(path), group),
-            params_replicated=not level.shards_params,
-            kept=own,
-        )
+        try:
+            return lay_out(
+                path,
+                leaf,
+                group if own is None else group.without(own.axis),
+                request.rule if sharded else None,
+                scan_dim=scan_dim(path, leaf) if scanned else None,
+                model_axes=model_axes_of(path, leaf, mesh_names.get(path), group),
+                params_replicated=not level.shards_params,
+                kept=own,
+            )
+        except GShardError as error:
+            if scanned:
+                raise
+            raise GShardError(
+                f"{error} This is an array of the optimizer: a pattern that begins with '^', as in "
+                "'^embedding$', matches parameters alone."
+            ) from error
 
     def layouts_of(tree: Any, sharded: bool, scanned: bool = True) -> Any:
         """Gives arrays that belong to a parameter its layout; the rule decides the others."""

@@ -168,3 +168,9 @@ def test_advice_says_who_shares_the_examples():
     assert "3 examples on every 2 devices that share sequences in a step" in shared
     planned = gshard.forecast(mixture(), 8, sequence=2, levels="os", activations=False)
     assert "a step of 1 x 1 examples on every 2 devices that share sequences" in str(planned)
+
+
+def test_a_pattern_matches_no_array_whose_path_ends_alike():
+    found = {"up": (0, (8, 2, 2)), "down": (0, (8, 2, 2))}
+    ((text, _),) = patterns(found, dict.fromkeys([*found, "mlp/up", "mlp/down"])).items()
+    assert [path for path in (*found, "mlp/up", "mlp/down") if re.search(text, path)] == [*found]

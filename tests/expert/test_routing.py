@@ -184,3 +184,23 @@ def test_wrong_arguments_are_refused(case):
     call, message = WRONG[case]
     with pytest.raises(GShardError, match=message):
         call()
+
+
+def test_a_dropped_assignment_reads_no_other_tokens_place():
+    given = np.tile(np.array([[[4.0, 0.0]]], np.float32), (1, 4, 1))  # all choose the first expert
+    routing = expert.route(given, 1, capacity_factor=1.0)
+    y = np.zeros((2, 1, routing.capacity, D), np.float32)
+    y[1] = np.inf  # what an expert without tokens may give
+    y[0, 0, -1] = np.nan
+    back = np.asarray(expert.combine(y, routing))
+    taken = np.asarray(routing.taken)[0, :, 0]
+    assert not taken.all() and np.all(back[0, ~taken] == 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "factor", "places"),
+    [(1000, 10, 1.1, 110), (10_000, 100, 1.1, 110), (7, 2, 1.0, 4)],
+)
+def test_places_are_counted_without_rounding(tokens, experts, factor, places):
+    given = np.zeros((1, tokens, experts), np.float32)
+    assert expert.route(given, 1, capacity_factor=factor).capacity == places

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gshard
 from gshard.models import gpt2, llama
+from gshard.models.by_slices import cross_entropy, slice_of
 
 GPT2 = {"model_type": "gpt2", "n_embd": 24, "n_layer": 3, "n_head": 2}
 GPT2 |= {"n_positions": 17, "vocab_size": 61}
@@ -92,3 +95,20 @@ def test_a_sequence_of_any_length_has_the_logits_of_its_longer_one(tokens):
     params = model.init(jax.random.key(1), rows)
     whole, part = model.apply(params, rows), model.apply(params, rows[:, :tokens])
     np.testing.assert_allclose(part, whole[:, :tokens], atol=1e-5)
+
+
+def test_the_gradient_of_a_head_over_many_slices_is_that_of_one_product():
+    """A sum of many slices in bfloat16 stops growing: 16,384 tokens were off by 2 %."""
+    rng, tokens = np.random.default_rng(0), 16_384
+    x = jnp.asarray(rng.normal(size=(1, tokens, 8)) + 1, jnp.bfloat16)
+    head = jnp.asarray(rng.normal(size=(8, 16)) * 0.3, jnp.bfloat16)
+    words = jnp.asarray(np.minimum(rng.geometric(0.3, size=(1, tokens)) - 1, 15))
+
+    def at_once(head):
+        logits = x.astype(jnp.float32)[0] @ head
+        return optax.softmax_cross_entropy_with_integer_labels(logits, words[0]).sum()
+
+    of_slices = lambda h: cross_entropy(x, h, words, slice_of(tokens)).sum()  # noqa: E731
+    found = jax.grad(of_slices)(head).astype(jnp.float32)
+    wanted = jax.grad(at_once)(head.astype(jnp.float32))
+    assert jnp.linalg.norm(found - wanted) < 0.005 * jnp.linalg.norm(wanted)

@@ -133,3 +133,9 @@ def test_a_mean_of_tokens_that_count():
     np.testing.assert_allclose(found, x.mean(1, where=where), rtol=1e-5)
     counted = over(4, lambda x: sequence.mean(x, keepdims=True), np.ones((1, 8), int), out=P())
     assert counted.dtype == jnp.float32 and counted.tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.float16])
+def test_a_norm_of_integers_does_not_overflow(dtype):
+    x = np.array([100, 100], dtype) if dtype != np.int32 else np.array([50_000, 50_000], dtype)
+    np.testing.assert_allclose(sequence.norm(x, dim=0), np.linalg.norm(x.astype(float)), rtol=1e-3)

@@ -215,3 +215,24 @@ def test_rules_know_the_dimension_that_is_kept():
     with pytest.warns(gshard.GShardWarning, match=r"up \[8, 16, 24\] .* sharded over 'exp.* alone"):
         plan = plan_of("p_g_os", rules={"experts/": "replicate"})
     assert plan.params["experts"]["up"].spec == P("expert")
+
+
+def test_a_sub_group_has_to_divide_the_devices_of_a_kept_array_too():
+    params = {"experts": np.zeros((2, 12, 8), np.float32), "w": np.zeros((12, 8), np.float32)}
+    mesh = gshard.make_mesh(devices=jax.devices()[:6], expert=2)
+    _, plan = gshard.shard_train_state(
+        (params, optax.sgd(0.1)), mesh, "zero3", keep={"experts": ("expert", 0)}, min_shard_size=0
+    )
+    with pytest.raises(gshard.GShardError, match="reshard_after_forward=2.* group of 3 devices"):
+        gshard.make_train_step(lambda p, b: b.mean(), plan, reshard_after_forward=2)
+
+
+def test_explain_says_where_an_array_is_kept():
+    params = {"experts": np.zeros((6, 12, 8), np.float32), "w": np.zeros((12, 8), np.float32)}
+    mesh = gshard.make_mesh({"expert": 6}, devices=jax.devices()[:6])
+    state, _ = gshard.shard_train_state(
+        (params, optax.sgd(0.1)), mesh, "zero3", keep={"experts": ("expert", 0)}, min_shard_size=0
+    )
+    said = str(gshard.explain(state))
+    assert "kept on expert, dim 0 / 6" in said
+    assert "All arrays are sharded, except scalars." in said

@@ -6,6 +6,7 @@ import math
 
 import jax
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,3 +112,14 @@ def test_only_keys_are_always_replicated():
     assert lay_out("key", key, group(4), by_shape(0)).dim is None
     count = jax.ShapeDtypeStruct((8,), np.int32)
     assert lay_out("count", count, group(4), by_shape(0)).dim == 0
+
+
+def test_a_rule_for_a_parameter_that_fits_no_moment_says_how_to_leave_it_out():
+    params, mesh = {"embedding": np.zeros((1000, 256), np.float32)}, gshard.make_mesh()
+    with pytest.raises(gshard.GShardError, match=r"v_row/embedding .* '\^embedding\$', matches"):
+        gshard.shard_train_state(
+            (params, optax.adafactor(1e-3)), mesh, "zero3", rules={"embedding$": 1}
+        )
+    pair = (params, optax.adafactor(1e-3))
+    _, plan = gshard.shard_train_state(pair, mesh, "zero3", rules={"^embedding$": 1})
+    assert plan.params["embedding"].dim == 1

@@ -208,3 +208,30 @@ def test_rows_without_weight_do_not_count():
     expected = loss(params, given)[1]["plain"]
     np.testing.assert_allclose([*metrics["aux"].values()], [expected] * 2, rtol=1e-6)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+
+
+def added_up(aux):
+    """What two calls of `value_and_grad(sync=False)` make of an auxiliary output."""
+    pair = ({"w": np.ones((5, 1), np.float32)}, optax.sgd(0.1))
+    mesh = gshard.make_mesh(devices=jax.devices()[:3])
+    state, plan = gshard.shard_train_state(pair, mesh, "os", min_shard_size=0)
+
+    def loss(params, b):
+        return (b["x"] @ params["w"]).mean(), {"it": aux(b["x"])}
+
+    grad = gshard.value_and_grad(loss, plan, has_aux=True, sync=False)
+    total = None
+    for seed in (0, 1):
+        _, grads = jax.jit(grad)(state.params, gshard.shard_batch(rows(seed), plan))
+        total = grads if total is None else total + grads
+    return gshard.reduce_gradients(total, plan)[0][1]["it"]
+
+
+def test_a_float16_output_is_averaged_over_calls_without_an_overflow():
+    found = added_up(lambda x: (x.mean() * 0 + 5000).astype(jnp.float16))
+    np.testing.assert_allclose(found, 5000, rtol=1e-3)
+
+
+def test_a_complex_output_cannot_be_averaged_over_calls():
+    with pytest.raises(gshard.GShardError, match="complex auxiliary output .* imaginary part"):
+        added_up(lambda x: (x + 1j * x).mean())

@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
+from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType
 
 from gshard._util.errors import GShardError, warn
@@ -89,7 +90,22 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
         _warn_of_ignored(refused[0], ignored)
     warn_of_padding(closed.consts)
     change = Change(tuple(axes), here, frozenset(unbound), mesh is not None)
-    return (change(closed.jaxpr), closed.consts), shapes
+    return (change(_without_unused(closed.jaxpr)), closed.consts), shapes
+
+
+def _without_unused(jaxpr: Any) -> Any:
+    """Leaves out the equations that no result needs, such as of metrics that a loss drops.
+
+    Compilers do so too. They would be counted and refused, and taken for uses of a parameter.
+    Bodies of calls stay as they are: some are recognized by their identity.
+    """
+    used = {v for v in jaxpr.outvars if isinstance(v, Var)}
+    kept: list[Any] = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not used.isdisjoint(eqn.outvars):
+            used.update(v for v in eqn.invars if isinstance(v, Var))
+            kept.append(eqn)
+    return jaxpr.replace(eqns=kept[::-1])
 
 
 def _mesh_of_user(here: AbstractMesh, missing: Sequence[str] | dict[str, Any]) -> AbstractMesh:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard._util.arrays import at_least_float32, wide_dtype
-from gshard._util.errors import warn
+from gshard._util.errors import GShardError, warn
 from gshard._util.jaxpr import abstract, abstract_like
 from gshard._util.jaxpr_dataflow import inputs_used
 from gshard.sharding.group import Group
@@ -250,7 +250,7 @@ def _number(number: float, like: Value) -> Value:
 
 def _scaled(evaluator: GlobalEvaluator, value: Value, by: float) -> Value:
     place = PARTIAL if value.placement == PARTIAL else REPLICATED
-    return Value(place, value.aval, evaluator.convert(value, place) * by)
+    return Value(place, value.aval, at_least_float32(evaluator.convert(value, place)) * by)
 
 
 def float_of(evaluator: GlobalEvaluator, value: Value, others: int = 1) -> jax.Array:
@@ -295,6 +295,11 @@ def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: An
     if weight is not None and by not in ("sum", "mean"):
         return Reduced(evaluator.convert(value, REPLICATED), by)
     floating = jnp.issubdtype(value.aval.dtype, jnp.floating) and by == "mean"
+    if weight is not None and by == "mean" and jnp.iscomplexobj(value.aval):
+        raise GShardError(
+            "a complex auxiliary output cannot be averaged over several micro-batches or calls. "
+            "Return its real and its imaginary part."
+        )
     if weight is not None and floating:
         return _form(evaluator, Weighted(_scaled(evaluator, value, weight), _number(weight, value)))
     narrow = jnp.issubdtype(value.aval.dtype, jnp.integer) and value.aval.dtype.itemsize < 4

@@ -294,3 +294,39 @@ def test_an_error_of_the_loss_itself_passes():
 
     with pytest.raises(ValueError, match="my own"):
         one_step(loss, gshard.make_mesh())
+
+
+def loss_and_metrics(params, x):
+    """A loss, and metrics that need all examples at once, of a second forward pass."""
+    z = jnp.tanh(x @ params["v"]) @ params["v"].T
+    other = jnp.tanh(x @ params["v"] / 2) @ params["v"].T
+    return (z**2).mean(), {"rmse": jnp.sqrt((other**2).mean()), "largest": (z @ z.T).max()}
+
+
+@pytest.mark.parametrize("semantics", ["global", "per_device"])
+def test_metrics_that_a_loss_drops_cost_nothing(semantics):
+    params = {"v": RNG.normal(size=(8, 64)).astype(np.float32)}
+    mesh, found = gshard.make_mesh(devices=jax.devices()[:2]), []
+    for loss in (lambda p, x: loss_and_metrics(p, x)[0], lambda p, x: dropped(p, x)):
+        state, plan = gshard.shard_train_state(
+            (params, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=0
+        )
+        step = gshard.make_train_step(loss, plan, loss_semantics=semantics)
+        text = step.lower(state, X).as_text()
+        found.append((text.count("all_gather"), step.loss_transfers))
+    assert found[0] == found[1]
+
+
+def dropped(params, x):
+    """The loss without the metrics."""
+    return ((jnp.tanh(x @ params["v"]) @ params["v"].T) ** 2).mean()
+
+
+def test_metrics_that_a_loss_drops_are_not_refused_with_micro_batches():
+    params = {"v": RNG.normal(size=(8, 64)).astype(np.float32)}
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), gshard.make_mesh(), "dp")
+    step = gshard.make_train_step(
+        lambda p, x: loss_and_metrics(p, x)[0], plan, micro_batches=2, gather_limit=8
+    )
+    _, metrics = step(state, X)
+    np.testing.assert_allclose(metrics["loss"], dropped(params, X), rtol=1e-6)
