@@ -23,11 +23,9 @@ _LOCK = "lock"
 
 def scratch_folder(prefix: str) -> Path:
     """Makes an empty folder; whoever asked for it removes it."""
-    try:
-        return Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=_own_folder(os.getpid())))
-    except FileNotFoundError:  # somebody has cleaned the folder for temporary files
+    if not _own_folder(os.getpid()).exists():  # somebody has cleaned the folder for temporary files
         _own_folder.cache_clear()
-        return Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=_own_folder(os.getpid())))
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=_own_folder(os.getpid())))
 
 
 @functools.cache

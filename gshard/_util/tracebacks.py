@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -65,15 +65,21 @@ def shorten(error: BaseException) -> None:
     jax = sys.modules.get("jax")
     if jax is not None and jax.config.jax_traceback_filtering == "off":
         return
-    seen, at = set[int](), error
-    while at is not None and id(at) not in seen:
-        seen.add(id(at))
+    for at in chain_of(error):
         entries = _entries(at.__traceback__)
         ours = [_is_ours(x.tb_frame) for x in entries]
         users = [i for i, x in enumerate(entries) if _is_own(x.tb_frame.f_code.co_filename)]
         last = len(entries) if isinstance(at, GShardError) else max(users, default=0)
         if True in ours[:last]:
-            at.with_traceback(_chain([x for i, x in enumerate(entries) if i > last or not ours[i]]))
+            at.with_traceback(_made([x for i, x in enumerate(entries) if i > last or not ours[i]]))
+
+
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and those that led to it, as a traceback shows them."""
+    seen, at = set[int](), error
+    while at is not None and id(at) not in seen:
+        yield at
+        seen.add(id(at))
         at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
 
 
@@ -95,7 +101,7 @@ def _entries(at: TracebackType | None) -> list[TracebackType]:
     return found
 
 
-def _chain(entries: list[TracebackType]) -> TracebackType | None:
+def _made(entries: list[TracebackType]) -> TracebackType | None:
     made = None
     for x in reversed(entries):
         made = TracebackType(made, x.tb_frame, x.tb_lasti, x.tb_lineno)

@@ -396,9 +396,10 @@ class Checkpointer:
             if only is not None:  # the state is not the one that was saved
                 return found
             if self._local is not None:
-                self._local.forget(lambda own: own > found.step)
-                if asked is not None and self._writes is not False:
-                    self._local.abandon(found.step)  # and not only damaged ones
+                if asked is None or self._writes is False:
+                    self._local.forget(lambda own: own > found.step)
+                else:
+                    self._local.abandon(found.step)
             newest = max(steps_everywhere(self._store), default=None)
             if found.step == newest and found.source == str(self._store):
                 self._writer.has_restored(found.step, found.metadata, found.data_state)

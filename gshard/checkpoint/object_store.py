@@ -73,16 +73,14 @@ class ObjectStore:
     def _numbers(self) -> dict[str, bool]:
         """The folders that are named as steps, and whether they are complete."""
         names = [x for x, folder in self._bucket.list().items() if folder and STEP.fullmatch(x)]
-        known = {*(self._complete or ())}
+        known = self._complete or set[str]()
         others = [name for name in names if name not in known]
         commits = [f"{name}/{MANIFEST}" for name in others]
-        there = run_parallel(self._bucket.exists, commits, REQUESTS)
-        found = dict.fromkeys(known.intersection(names), True) | dict(
-            zip(others, there, strict=True)
-        )
+        there = zip(others, run_parallel(self._bucket.exists, commits, REQUESTS), strict=True)
+        complete = known.intersection(names).union(name for name, exists in there if exists)
         if self._complete is not None:
-            self._complete |= {name for name, complete in found.items() if complete}
-        return found
+            self._complete = complete
+        return {name: name in complete for name in names}
 
     def step(self, number: int) -> ObjectFiles:
         """The files of a step."""

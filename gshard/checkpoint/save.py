@@ -322,7 +322,7 @@ class StepWriter:
             known = "There is no step yet" if newest is None else f"The newest step is {newest}"
         except (GShardError, StoreError):  # the reason may be the same
             known = "Its steps cannot be listed"
-        reason = str(why).replace(f"{StoreError.__name__}: ", "").removesuffix(".")
+        reason = str(why).removesuffix(".")
         text = f"step {step} was not saved in {self.store}: {reason}. {known}."
         return SaveFailedError(text, step)
 

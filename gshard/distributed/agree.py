@@ -305,4 +305,5 @@ def _one_line(error: Exception | None) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = " ".join(str(error).split())
-    return text if isinstance(error, GShardError) else f"{type(error).__name__}: {text}"[:600]
+    is_ours = isinstance(error, GShardError) or type(error).__module__.startswith("gshard.")
+    return text if is_ours else f"{type(error).__name__}: {text}"[:600]

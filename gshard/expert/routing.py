@@ -125,6 +125,11 @@ def route(
     return Routing(indices, weights, places, experts, capacity)
 
 
+def places_of(tokens: int, k: int, experts: int, factor: float) -> int:
+    """`ceil(tokens * k / experts * factor)` as on paper, where floats give 111 for 110."""
+    return min(tokens, math.ceil(Fraction(tokens * k, experts) * Fraction(str(factor))))
+
+
 def _capacity(tokens: int, k: int, experts: int, factor: Any) -> int:
     if factor is None:
         return tokens
@@ -134,8 +139,7 @@ def _capacity(tokens: int, k: int, experts: int, factor: Any) -> int:
             f"capacity_factor={shown(factor)} must be a number above 0, such as 1.25, or None for "
             "experts that take every token."
         )
-    exact = Fraction(tokens * k, experts) * Fraction(str(float(factor)))  # 110, and not 110 + 1e-14
-    capacity = min(tokens, math.ceil(exact))
+    capacity = places_of(tokens, k, experts, float(factor))
     if 2 * capacity * experts < tokens * k:
         lost = 1 - capacity * experts / (tokens * k)
         warn(

@@ -13,8 +13,6 @@ that one takes of a group, F width of its MLP, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import math
-from fractions import Fraction
 from typing import Any
 
 import flax.linen as nn
@@ -22,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import gshard
+from gshard.expert.routing import places_of
 from gshard.models import llama
 from gshard.models.by_slices import SLICE, cross_entropy, slice_of
 from gshard.models.training import DTYPES, REMAT, STACK, named, need, setup_of, stack_of
@@ -56,8 +55,7 @@ class Routing:
 
     def slots(self, tokens: int) -> int:
         """Tokens that an expert takes of a group."""
-        share = Fraction(tokens * self.chosen, self.experts)
-        return min(tokens, math.ceil(share * Fraction(str(float(self.capacity)))))
+        return places_of(tokens, self.chosen, self.experts, float(self.capacity))
 
 
 class Experts(nn.Module):

@@ -23,7 +23,15 @@ from gshard.sharding.level import Level, parse_level
 from gshard.sharding.nodes import nodes_of
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import Precision, is_floating
-from gshard.sharding.rules import Rule, ScanAxes, check_scan_axes, scan_dim_of, warn_of_unused
+from gshard.sharding.rules import (
+    LeafInfo,
+    Rule,
+    ScanAxes,
+    ShardDim,
+    check_scan_axes,
+    scan_dim_of,
+    warn_of_unused,
+)
 from gshard.sharding.state_dtype import quantized_state
 from gshard.sharding.topology import EXPERT
 from gshard.sharding.wire import Wire, with_wire
@@ -96,24 +104,17 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
 
     def by_rule(path: str, leaf: Any, sharded: bool, scanned: bool) -> Layout:
         own = keeps.get(path) if scanned else None
-        try:
-            return lay_out(
-                path,
-                leaf,
-                group if own is None else group.without(own.axis),
-                request.rule if sharded else None,
-                scan_dim=scan_dim(path, leaf) if scanned else None,
-                model_axes=model_axes_of(path, leaf, mesh_names.get(path), group),
-                params_replicated=not level.shards_params,
-                kept=own,
-            )
-        except GShardError as error:
-            if scanned:
-                raise
-            raise GShardError(
-                f"{error} This is an array of the optimizer: a pattern that begins with '^', as in "
-                "'^embedding$', matches parameters alone."
-            ) from error
+        rule = request.rule if scanned else _for_optimizer(request.rule)
+        return lay_out(
+            path,
+            leaf,
+            group if own is None else group.without(own.axis),
+            rule if sharded else None,
+            scan_dim=scan_dim(path, leaf) if scanned else None,
+            model_axes=model_axes_of(path, leaf, mesh_names.get(path), group),
+            params_replicated=not level.shards_params,
+            kept=own,
+        )
 
     def layouts_of(tree: Any, sharded: bool, scanned: bool = True) -> Any:
         """Gives arrays that belong to a parameter its layout; the rule decides the others."""
@@ -196,6 +197,21 @@ def _like_parameters(
         end and dataclasses.replace(params[end[1]], path=path, dtype=leaf.dtype)
         for end, path, leaf in zip(ends, paths, leaves, strict=True)
     ]
+
+
+def _for_optimizer(rule: Rule) -> Rule:
+    """Adds to what a rule refuses that it was asked for an array of the optimizer."""
+
+    def ask(leaf: LeafInfo) -> ShardDim | None:
+        try:
+            return rule(leaf)
+        except GShardError as error:
+            raise GShardError(
+                f"{error} This is an array of the optimizer: a pattern that begins with '^', as in "
+                "'^embedding$', matches parameters alone."
+            ) from error
+
+    return ask
 
 
 def _unpadded_key(layout: Layout) -> Layout:

@@ -11,13 +11,16 @@ from typing import Any
 import jax
 
 from gshard._util.errors import GShardError
+from gshard._util.tracebacks import chain_of
 
 
 def explain_debug_nans(error: RuntimeError) -> None:
     """Raises a readable error where `jax_debug_nans` could not run a step again."""
     config: Any = jax.config
     # JAX compiles each retry, which finds the NaN and retries (RecursionError), or no arrays.
-    tried = _has_found_a_nan(error) or re.search("donated|deleted", str(error))
+    names = [type(x).__name__ for x in chain_of(error)]  # JAX has a FloatingPointError of its own
+    is_nan = any(name.endswith("FloatingPointError") for name in names)
+    tried = is_nan or re.search("donated|deleted", str(error))
     if config.jax_debug_nans and tried:
         raise GShardError(
             "a step made a NaN. With jax_debug_nans, JAX tried to run it again one operation at a "
@@ -25,16 +28,6 @@ def explain_debug_nans(error: RuntimeError) -> None:
             "step is skipped and counted. To find the operation, differentiate the loss alone: "
             "with jax.debug_nans(True): jax.grad(loss_fn)(gshard.full_params(state), batch)."
         ) from error
-
-
-def _has_found_a_nan(error: BaseException | None) -> bool:
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        if type(error).__name__.endswith("FloatingPointError"):  # JAX has one of its own
-            return True
-        seen.add(id(error))
-        error = error.__context__
-    return False
 
 
 @contextmanager
