@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import core
 
 from gshard._util.jaxpr import JIT
 
@@ -42,11 +44,13 @@ def call_by_name(
     arrays: Sequence[Any],
     behind: Callable[[Callable[..., Any], Any], Any],
 ) -> Any:
-    """Calls `fun(*arrays)` by a name of its own.
+    """Calls `fun(*arrays)`, in a trace by a name of its own.
 
     Remembered by that name is `behind(traced, jaxpr)`, of the function that is called and its
     jaxpr.
     """
+    if not any(isinstance(x, core.Tracer) for x in arrays):
+        return fun(*map(jnp.asarray, arrays))
 
     def named(*arrays: Any) -> Any:
         return fun(*arrays)

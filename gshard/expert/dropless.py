@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core
 
 from gshard._util.errors import GShardError
 from gshard._util.named_calls import call_by_name
@@ -104,13 +103,11 @@ def dropless(
 
 
 def _call(fun: Callable[..., Any], structure: Any, arrays: Sequence[Any]) -> jax.Array:
-    """Calls `_add_up`, in a trace by a name that the evaluation of the loss finds."""
+    """Calls `_add_up` by a name that the evaluation of the loss finds."""
 
     def call(*arrays: Any) -> jax.Array:
         return _add_up(fun, structure, arrays)
 
-    if not any(isinstance(x, core.Tracer) for x in arrays):
-        return call(*arrays)
     return call_by_name("gshard.expert.dropless", call, arrays, lambda *_: Call(fun, structure))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -287,8 +288,18 @@ def sum_over_micro_batches(
     if k == 1:
         return one(given, 0)
     slices, micro_batch = _slices(given.batch, k)
-    first = given._replace(batch=micro_batch([x[0] for x in slices]))
-    shapes = jax.eval_shape(lambda: one(first, 0))
+
+    def sums_with(layouts: dict[str, Any]) -> Callable[..., MicroBatchSums]:
+        @partial(jax.jit, inline=True)  # so that the scan takes the trace that gave the shapes
+        def sums(leaves: Any, rest: Any, i: Any, arrays: Any) -> MicroBatchSums:
+            batch = micro_batch(arrays)
+            return one(DeviceInputs(leaves, rest, layouts, batch, given.rng, given.dims), i)
+
+        return sums
+
+    sums = sums_with(given.layouts)
+    numbers = jnp.arange(k)
+    shapes = jax.eval_shape(sums, given.leaves, non_trainable, numbers[0], [x[0] for x in slices])
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     changing = {
         name: all_gather_tree(non_trainable[name], given.layouts[name])
@@ -297,6 +308,7 @@ def sum_over_micro_batches(
     replicated = {name: all_replicated(tree, one.group) for name, tree in changing.items()}
     layouts = {**given.layouts, **replicated}
     shards, non_trainable_with = split_sharded(non_trainable, layouts)
+    sums = sums_with(layouts) if changing else sums
     least = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), zeros.overwritten)
     updates = neutral_sums(shapes.updates) if one.adds_updates else changing
     start = MicroBatchSums(
@@ -311,8 +323,7 @@ def sum_over_micro_batches(
         now = _keep_dimension_orders(non_trainable_with(now), layouts)
         if not one.adds_updates:  # a micro-batch begins with what the one before it changed
             now = {**now, **total.updates}
-        batch = micro_batch(arrays)
-        new = one(DeviceInputs(leaves, now, layouts, batch, given.rng, given.dims), i)
+        new = sums(leaves, now, i, arrays)
         return MicroBatchSums(
             jax.tree.map(jnp.add, total.grads, finish(new.grads)),
             total.loss + new.loss,
@@ -322,7 +333,7 @@ def sum_over_micro_batches(
             jax.tree.map(jnp.maximum, total.overwritten, new.overwritten),
         ), None
 
-    return jax.lax.scan(body, start, (jnp.arange(k), slices))[0]
+    return jax.lax.scan(body, start, (numbers, slices))[0]
 
 
 def total_weight(one: MicroBatchLoss, given: DeviceInputs) -> jax.Array | None:
@@ -350,6 +361,7 @@ def _sum(term: Callable[[DeviceInputs, Any], Any], one: MicroBatchLoss, given: D
     k = one.options.micro_batches
     slices, micro_batch = _slices(given.batch, k)
 
+    @partial(jax.jit, inline=True)  # of which the scan takes the trace that gave the shapes
     def of(x: Any) -> Any:
         i, arrays = x
         return term(given._replace(batch=micro_batch(arrays)), i)

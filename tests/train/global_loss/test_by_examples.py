@@ -68,9 +68,12 @@ def test_a_gather_above_the_limit_is_refused_at_the_users_line():
     assert "gshard.by_examples" in str(info.value)
 
 
-def test_it_is_the_same_function_outside():
-    fun = gshard.by_examples(lambda x, y: {"sum": x["a"] + y}, in_axes=({"a": 0}, None))
+def test_outside_it_is_the_same_function_and_compiles_nothing():
+    plain, calls = lambda x, y: {"sum": x["a"] + y}, []
+    fun = gshard.by_examples(lambda x, y: calls.append(x) or plain(x, y), ({"a": 0}, None))
     np.testing.assert_array_equal(fun({"a": np.ones((4, 2))}, 2.0)["sum"], 3 * np.ones((4, 2)))
+    assert isinstance(calls[0]["a"], jax.Array)
+    assert not isinstance(calls[0]["a"], jax.core.Tracer)
 
 
 def smooth(x):

@@ -270,3 +270,17 @@ def test_the_gradient_of_a_float8_parameter_is_divided_in_float32():
     assert found["w"].dtype == jnp.float8_e4m3fn
     wanted = jax.grad(loss)(params, b)["w"].astype(np.float32)
     np.testing.assert_allclose(found["w"].astype(np.float32), wanted, atol=0.1 * abs(wanted).max())
+
+
+@pytest.mark.parametrize("loss, sums", [(numbered, 0), (penalized, 1)])
+def test_micro_batches_trace_the_loss_once_and_once_for_each_pass_before_them(loss, sums):
+    calls = []
+
+    def counted(p, b):
+        calls.append(None)
+        return loss(p, b)
+
+    state, plan = sharded("p_g_os", 3)
+    step = gshard.make_train_step(counted, plan, micro_batches=2)
+    step(state, batch(0, 12))
+    assert len(calls) == 1 + (sums + 1)  # the last pass before them finds nothing to sum
