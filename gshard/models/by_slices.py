@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 SLICE = 128  # tokens; a shorter sequence is one slice
-_NARROW = 32  # slices whose gradients are added up in the dtype of the head
+_NARROW = 32  # slices whose gradients are added up in the dtype of what they all read
 
 
 def slice_of(tokens: int) -> int:
@@ -34,16 +34,20 @@ def attend(
     B, T, H, E = q_BxTxHxE.shape
     K = k_BxTxKxE.shape[2]
     q_BxTxKxGxE = q_BxTxHxE.reshape(B, T, K, H // K, E)
+    dtypes = k_BxTxKxE.dtype, v_BxTxKxE.dtype
+    if T // size > _NARROW:  # the loop adds up gradients in the dtype of what it reads
+        wide = [jnp.promote_types(dtype, jnp.float32) for dtype in dtypes]
+        k_BxTxKxE, v_BxTxKxE = k_BxTxKxE.astype(wide[0]), v_BxTxKxE.astype(wide[1])
 
     @jax.checkpoint
     def of_slice(start, q_BxCxKxGxE):
+        k, v = k_BxTxKxE.astype(dtypes[0]), v_BxTxKxE.astype(dtypes[1])
         scores_BxKxGxCxT = jnp.einsum(
-            "BCKGE,BTKE->BKGCT", q_BxCxKxGxE, k_BxTxKxE, preferred_element_type=jnp.float32
+            "BCKGE,BTKE->BKGCT", q_BxCxKxGxE, k, preferred_element_type=jnp.float32
         )
         seen_CxT = start + jnp.arange(size)[:, None] >= jnp.arange(T)
         weights_BxKxGxCxT = nn.softmax(jnp.where(seen_CxT, scores_BxKxGxCxT * E**-0.5, -1e30))
-        weights_BxKxGxCxT = weights_BxKxGxCxT.astype(v_BxTxKxE.dtype)
-        y_BxCxKxGxE = jnp.einsum("BKGCT,BTKE->BCKGE", weights_BxKxGxCxT, v_BxTxKxE)
+        y_BxCxKxGxE = jnp.einsum("BKGCT,BTKE->BCKGE", weights_BxKxGxCxT.astype(v.dtype), v)
         return start + size, y_BxCxKxGxE
 
     _, y_NxBxCxKxGxE = jax.lax.scan(of_slice, 0, slices(q_BxTxKxGxE, size))

@@ -10,7 +10,7 @@ import pytest
 
 import gshard
 from gshard.models import gpt2, llama
-from gshard.models.by_slices import cross_entropy, slice_of
+from gshard.models.by_slices import attend, cross_entropy, slice_of
 
 GPT2 = {"model_type": "gpt2", "n_embd": 24, "n_layer": 3, "n_head": 2}
 GPT2 |= {"n_positions": 17, "vocab_size": 61}
@@ -112,3 +112,19 @@ def test_the_gradient_of_a_head_over_many_slices_is_that_of_one_product():
     found = jax.grad(of_slices)(head).astype(jnp.float32)
     wanted = jax.grad(at_once)(head.astype(jnp.float32))
     assert jnp.linalg.norm(found - wanted) < 0.005 * jnp.linalg.norm(wanted)
+
+
+def test_the_gradients_of_keys_and_values_over_many_slices_are_those_of_one():
+    """Added up in bfloat16, those of 512 slices were off by 0.8 %."""
+    tokens = 1024
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, tokens, 2, 8)) for i in range(3))
+    narrow = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+
+    def gradients(size, dtype):
+        arrays = [x.astype(dtype) for x in narrow]
+        loss = lambda *x: jnp.square(attend(*x, size).astype(jnp.float32)).sum()  # noqa: E731
+        return jax.jit(jax.grad(loss, (1, 2)))(*arrays)
+
+    found, wanted = gradients(2, jnp.bfloat16), gradients(tokens, jnp.float32)
+    for x, y in zip(found, wanted, strict=True):
+        assert jnp.linalg.norm(x.astype(jnp.float32) - y) < 0.005 * jnp.linalg.norm(y)
