@@ -93,7 +93,7 @@ def compare_batches(
 
 
 def compare_loaders(
-    state: Mapping[str, int], example: Sequence[str], sample: int, plan: Plan
+    state: Mapping[str, int | None], example: Sequence[str], sample: int, plan: Plan
 ) -> None:
     """Compares the arguments, data and position of this process's loader with the others'.
 

@@ -7,6 +7,7 @@ position of a loader is two numbers, so that training can continue where it stop
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -133,7 +134,7 @@ class DataLoader:
             num_epochs = check_integer("num_epochs", num_epochs, 1, " (None: without end)")
         self._plan, self._num_epochs = plan, num_epochs
         self._prefetch = check_integer("prefetch", prefetch, 0, " of batches")
-        self._source = Source(source, transform, seed)
+        self._source, self._reading = Source(source, transform, seed), threading.Lock()
         self._settings = {
             "seed": seed,
             "length": self._source.length,
@@ -276,8 +277,9 @@ class DataLoader:
             self._warn_of_more_epochs()
             self._is_restored = False
         if self._plan.mesh.is_multi_process:
-            form = [*self._source.form, f"pad_last={self._pads}"]
-            compare_loaders(self.state_dict(), form, self._source.sample, self._plan)
+            more = {"pad_last": self._pads, "num_epochs": self._num_epochs}
+            given = {**self.state_dict(), **more}
+            compare_loaders(given, self._source.form, self._source.sample, self._plan)
             compare_losses(self._plan)
         return self._iterate(self._iteration)
 
@@ -292,7 +294,13 @@ class DataLoader:
 
     @short_traceback
     def _iterate(self, iteration: int) -> Iterator[Any]:
-        ahead = map_ahead(self._batches_from_here(), self._batch, self._prefetch)
+        wide = bool(jax.config.jax_enable_x64)
+
+        def work(at: tuple[int, int], go_on: Callable[[], None]) -> Any:
+            with jax.enable_x64(wide):  # which another thread does not take over
+                return self._batch(at, go_on)
+
+        ahead = map_ahead(self._batches_from_here(), work, self._prefetch)
         for at, batch in spent_on("data", ahead):
             self._check_current(iteration)
             self._epoch, self._position = at[0], at[1] + 1
@@ -320,8 +328,13 @@ class DataLoader:
             if self._num_epochs is not None and epoch % self._num_epochs == 0:
                 return
 
-    def _batch(self, at: tuple[int, int]) -> Any:
+    def _batch(self, at: tuple[int, int], go_on: Callable[[], None]) -> Any:
         """Makes one global batch, of which this process reads its own examples."""
+        # After a `break` the thread of that `for` may still be reading.
+        with self._reading:
+            return self._read(at, go_on)
+
+    def _read(self, at: tuple[int, int], go_on: Callable[[], None]) -> Any:
         epoch, position = at
         indices = self._indices(epoch, position)
         size = self._settings["batch_size"] if self._pads else indices.size
@@ -332,7 +345,7 @@ class DataLoader:
         try:
             # The loaders were compared when the `for` began, so nothing is compared here: that
             # would be a collective in a thread, in no order with those of the step.
-            batch = self._source.read(of_devices[mine].reshape(-1), epoch)
+            batch = self._source.read(of_devices[mine].reshape(-1), epoch, go_on)
             if self._pads:
                 batch[MASK] = given[mine].reshape(-1)
             check_leaves(batch)

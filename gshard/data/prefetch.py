@@ -10,25 +10,36 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_EXIT_TIMEOUT = 1.0  # seconds for which the interpreter waits at its end for a running thread
+_EXIT_TIMEOUT = 10.0  # seconds for which the interpreter waits at its end for a running thread
 
 _stop_functions: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def map_ahead(items: Iterator[T], work: Callable[[T], Any], most: int) -> Iterator[tuple[T, Any]]:
+class StoppedError(Exception):
+    """Nobody waits for the item that is worked on."""
+
+
+def map_ahead(
+    items: Iterator[T], work: Callable[[T, Callable[[], None]], Any], most: int
+) -> Iterator[tuple[T, Any]]:
     """Yields each item with the result of `work`, which a thread runs up to `most` items ahead.
 
     An error is raised when its item is due. When the iterator is dropped, the thread ends after its
-    current item; it is a daemon, so that a script that fails does not wait for it.
+    current item, or where `work` calls its second argument, which raises a `StoppedError` then. It
+    is a daemon, so that a script that fails does not wait for it.
     """
     if not most:
         for item in items:
-            yield item, work(item)
+            yield item, work(item, lambda: None)
         return
     results: SimpleQueue[tuple[Any, Any, BaseException | None] | None] = SimpleQueue()
     room, stopped = threading.Semaphore(most), threading.Event()
+
+    def go_on() -> None:
+        if stopped.is_set():
+            raise StoppedError
 
     def run() -> None:
         for item in items:
@@ -36,7 +47,7 @@ def map_ahead(items: Iterator[T], work: Callable[[T], Any], most: int) -> Iterat
             if stopped.is_set():
                 return
             try:
-                results.put((item, work(item), None))
+                results.put((item, work(item, go_on), None))
             except BaseException as error:  # raised where the item is due
                 results.put((item, None, error))
                 return

@@ -77,15 +77,17 @@ class Source:
                 f"dictionary without one; {self._name(0)} {what}. Change it with transform=."
             )
 
-    def read(self, indices: np.ndarray, epoch: int) -> Any:
+    def read(self, indices: np.ndarray, epoch: int, before_each: Callable[[], None]) -> Any:
         """Reads the examples with these indices and stacks them, as a tree of NumPy arrays.
 
         Each is copied before the next one is read, since the user's code may reuse one buffer.
+        `before_each` is called before each example of an object, and each that is transformed.
         """
         if self._has_arrays and self._transform is None:
             return self._raw(indices)
         batch = [np.empty((indices.size, *shape), dtype) for shape, dtype in self._forms]
         for i, index in enumerate(indices.tolist()):
+            before_each()
             example = self._example(index, epoch)
             leaves, structure = jax.tree.flatten(example)
             if structure != self._structure:

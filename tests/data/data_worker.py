@@ -74,6 +74,7 @@ def loaders(plan: Any, rank: int) -> dict[str, str]:
         "loader_seed": begun(plan, rank, seed=rank),
         "loader_length": begun(plan, rank, source=examples(LENGTH + 12 * rank)),
         "loader_batch_size": begun(plan, rank, batch_size=BATCH * (1 + rank)),
+        "loader_num_epochs": begun(plan, rank, num_epochs=1 + rank),
         "loader_shuffle": begun(plan, rank, shuffle=bool(rank)),
         "loader_form": begun(plan, rank, source=Examples(2 + rank)),
         "loader_data": begun(plan, rank, source={"x": examples()["x"] + rank}),

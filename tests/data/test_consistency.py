@@ -73,6 +73,7 @@ REFUSED = {
     "loader_length": ("length: 60 on process 0, 72 on process 1",),
     "loader_batch_size": ("differ in batch_size: 12 on process 0, 24 on process 1",),
     "loader_shuffle": ("differ in shuffle: 0 on process 0, 1 on process 1",),
+    "loader_num_epochs": ("differ in num_epochs: 1 on process 0, 2 on process 1",),
     "loader_form": ("examples of", "example int64[2] on process 0, example int64[3] on process 1"),
     "loader_data": ("differ in checksum",),
     "loader_state": ("differ in position: 0 on process 0, 2 on process 1",),

@@ -406,6 +406,56 @@ def test_an_error_comes_where_its_batch_is_due():
     assert len(rows_of(loader)) == 4
 
 
+class OneAtATime(Items):
+    """Its examples are in a file with one position, as those of many datasets are."""
+
+    inside = reads = 0
+
+    def __getitem__(self, i):
+        assert not self.inside
+        self.inside, self.reads = 1, self.reads + 1
+        time.sleep(0.5 * (self.reads == 1 + 8 + 1))  # in the thread, for the second batch
+        self.inside = 0
+        return super().__getitem__(i)
+
+
+def test_a_for_after_a_break_does_not_read_beside_the_thread_of_the_one_before():
+    loader = DataLoader(OneAtATime(), 8, PLAN)
+    for _ in loader:
+        time.sleep(0.1)  # the thread begins the second batch
+        break
+    assert len(rows_of(loader)) == 5
+
+
+def test_a_script_that_ends_does_not_leave_a_thread_inside_xla(tmp_path):
+    """An example takes 0.2 s and a batch 13 s: the end waits for the example alone."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\n"
+        "import jax.numpy as jnp, numpy as np, optax, gshard\n"
+        "def slow(x):\n"
+        "    end = time.monotonic() + 0.2 * (x > 64)\n"
+        "    while time.monotonic() < end:\n"
+        "        (jnp.ones((300, 300)) @ jnp.ones((300, 300))).block_until_ready()\n"
+        "    return x\n"
+        "params = {'w': jnp.ones(3)}\n"
+        "plan = gshard.shard_train_state((params, optax.sgd(0.1)), gshard.make_mesh(), 'dp')[1]\n"
+        "options = {'shuffle': False, 'transform': slow}\n"
+        "next(iter(gshard.DataLoader(np.arange(256.0), 64, plan, **options)))\n"
+        "print('ending', time.time(), flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert time.time() - float(done.stdout.split()[1]) < 9
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_thread_has_the_width_of_numbers_of_the_loop(prefetch):
+    with jax.enable_x64(True):
+        batch = next(iter(DataLoader(np.arange(8) + 2**40, 8, PLAN, prefetch=prefetch)))
+    assert sorted(np.asarray(batch).tolist()) == [2**40 + i for i in range(8)]
+
+
 def test_no_more_than_asked_is_read_ahead():
     read = []
 
