@@ -49,10 +49,8 @@ class doing:
     mesh: Mesh | None = None
     began: float = field(default_factory=time.monotonic)
     thread: int = field(default_factory=threading.get_ident)
-    line: str = ""  # of the user's code, where it waits
 
     def __enter__(self) -> None:
-        self.line = user_line(sys._getframe()) if self.waits else ""
         _running[self] = None
 
     def __exit__(self, *error: object) -> None:
@@ -60,6 +58,11 @@ class doing:
 
     def __str__(self) -> str:
         return f"in {self.what}" if self.waits else f"busy with {self.what}"
+
+    @property
+    def line(self) -> str:
+        """The line of the user's code at which it waits."""
+        return user_line(sys._current_frames().get(self.thread)) if self.waits else ""
 
     @property
     def ranks(self) -> set[int] | None:

@@ -294,7 +294,7 @@ class DataLoader:
 
     @short_traceback
     def _iterate(self, iteration: int) -> Iterator[Any]:
-        wide = bool(jax.config.jax_enable_x64)
+        wide = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
         def work(at: tuple[int, int], go_on: Callable[[], None]) -> Any:
             with jax.enable_x64(wide):  # which another thread does not take over

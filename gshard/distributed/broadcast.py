@@ -19,7 +19,7 @@ def broadcast(arrays: Sequence[np.ndarray], source: int, mesh: Mesh) -> list[np.
     """
     by_process = {d.process_index: d for d in reversed(list(mesh.devices.flat))}
     flat = Mesh(np.array([by_process[rank] for rank in sorted(by_process)]), ("all",))
-    out = [np.array(x) for x in arrays]  # writable, in C order
+    out = [np.array(x, order="C") for x in arrays]  # writable
     own = jax.process_index() == source
     size = min(PIECE, -(-sum(x.nbytes for x in out) // 4) * 4)
     for pieces in _pieces([x.reshape(-1).view(np.uint8) for x in out], size):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import core
+from jax.sharding import Mesh
 
 from gshard._util import events
 from gshard._util.activity import called, doing
@@ -53,6 +53,7 @@ class ProgramCheck:
     def __init__(self, plan: Plan, what: str, options: Any = None):
         self._plan, self._what, self._options = plan, what, options
         self._is_on, self._late = spans_processes(plan), late_checks(plan)
+        self._mesh = plan.mesh if isinstance(plan.mesh, Mesh) else None
         self._last: tuple[Any, Any, int] = (None, None, 0)
         self._seen: dict[Any, int] = {}
         self._is_new, self._calls = False, 0
@@ -100,7 +101,7 @@ class ProgramCheck:
         try:
             if not self._is_on:
                 return program(*args)
-            with doing(f"compiling {self._what}") if self._is_new else nullcontext():
+            with self._noted():
                 results = program(*args)
         except jax.errors.UnexpectedTracerError as error:
             error.add_note(_ABOUT_TRACERS)
@@ -114,6 +115,12 @@ class ProgramCheck:
         if array is not None:
             called(self._what, self._calls, array)
         return results
+
+    def _noted(self) -> doing:
+        if self._is_new:
+            return doing(f"compiling {self._what}")
+        # It returns at once, but XLA:CPU runs a very small program in this thread.
+        return doing(f"call {self._calls + 1} of {self._what}", waits=True, mesh=self._mesh)
 
 
 def _smallest(results: Any) -> jax.Array | None:

@@ -175,7 +175,7 @@ def checksum(x: Any) -> str:
 def _host(x: Any) -> np.ndarray:
     if is_key(x):
         x = jax.random.key_data(x)
-    return np.ascontiguousarray(x, dtype=canonicalize_dtype(jnp.result_type(x)))
+    return np.asarray(x, canonicalize_dtype(jnp.result_type(x)), order="C")
 
 
 def _taken_from(source: int, leaves: Sequence[Any], chosen: Sequence[int], mesh: Mesh) -> list[Any]:

@@ -158,13 +158,16 @@ def test_a_wheel_plans_a_shipped_model_in_an_empty_folder(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [2.0, 2.5, 3.0])
+@pytest.mark.parametrize("seconds", [0.5, 1.5, 2.5])
 def test_ctrl_c_ends_a_command_while_xla_compiles(seconds):
     """Also while XLA compiles: what it uses is freed at the end of Python."""
     command = [sys.executable, "-m", "gshard", "audit", "gpt2-smallest", "--devices", "4"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    maps = Path(f"/proc/{process.pid}/maps")
+    while "jaxlib" not in maps.read_text():  # NumPy makes an ImportError of it while it is imported
+        time.sleep(0.05)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=200)
     assert process.returncode in (130, 0), said
     assert "Traceback" not in said

@@ -52,6 +52,7 @@ def states(rank: int) -> dict[str, Callable[[], Any]]:
     """States of two processes, by name of the case."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
     import optax
     from flax import nnx
 
@@ -82,6 +83,16 @@ def states(rank: int) -> dict[str, Callable[[], Any]]:
         "seeds_at_p_g_os": lambda: sharded(rank, "p_g_os"),
         "broadcast": lambda: values(sharded(rank, broadcast_from=0)[0]),
         "broadcast_from_1": lambda: values(sharded(rank, broadcast_from=1)[0]),
+        "broadcast_scalar": lambda: str(
+            gshard.full_params(
+                gshard.shard_train_state(
+                    ({"w": np.ones(8), "scale": np.float32(1 + rank)}, optax.sgd(0.1)),
+                    gshard.make_mesh(),
+                    "os",
+                    broadcast_from=0,
+                )[0]
+            )["scale"]
+        ),
         "broadcast_equal": lambda: values(sharded(0, "p_g_os", broadcast_from=0)[0]),
         "broadcast_on_one": lambda: sharded(0, broadcast_from=[None, 0][rank]),
         "broadcast_from_nobody": lambda: sharded(0, broadcast_from=2),

@@ -12,11 +12,25 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import gshard
 from gshard.distributed import watchdog
 
 AT = 6  # the step of the fault
+
+
+def tiny(rank: int, mesh: Any) -> None:
+    import numpy as np
+    import optax
+
+    pair = {"w": np.ones(3, np.float32)}, optax.sgd(0.1)
+    state, plan = gshard.shard_train_state(pair, mesh, "dp")
+    step = gshard.make_train_step(lambda p, b: ((b["x"] @ p["w"] - 1) ** 2).mean(), plan)
+    for i in range(5):
+        if rank == 1 and i == 2:
+            time.sleep(1000)
+        state, _ = step(state, {"x": np.random.default_rng(rank).normal(size=(4, 3)) / 2})
 
 
 def main(case: str, folder: str, patient: str = "") -> None:
@@ -38,6 +52,8 @@ def main(case: str, folder: str, patient: str = "") -> None:
         return loss_fn(params, batch)
 
     mesh = gshard.make_mesh()
+    if case == "tiny":  # XLA:CPU runs it in the thread that calls it
+        return tiny(rank, mesh)
     print("starts", flush=True)
     if case == "starts late" and rank == 1:
         time.sleep(1000 if patient else 40)  # longer than Gloo waits for a connection

@@ -70,6 +70,7 @@ def test_the_values_of_one_process_are_taken(found):
     for case in ("equal", "broadcast", "broadcast_from_1", "init_broadcast", "paddle", "pytorch"):
         first, second = found(f"states/{case}")
         assert first == second and not first.startswith("error")
+    assert found("states/broadcast_scalar") == ["1.0", "1.0"]
     equal = found("states/equal")
     for case in ("equal_again", "broadcast", "broadcast_equal"):
         assert found(f"states/{case}") == equal

@@ -224,6 +224,18 @@ def test_a_machine_that_is_told_to_stop_leaves_the_others(site, capsys):
 
 
 @pytest.mark.slow
+def test_a_machine_that_waits_and_is_told_to_stop_does_so_in_order(site, capsys):
+    first, second = site.machine("--join_timeout", 1), site.machine()
+    site.until_start(0, 2)
+    third = site.machine()
+    until("the third", lambda: "machine 2 (" in capsys.readouterr().err, 5)
+    third.signals.append(signal.SIGTERM)
+    assert third.end() == 75
+    site.go()
+    assert (first.end(), second.end()) == (0, 0)
+    assert re.search(r"machine 2 \(.*\) has left: 2 of 2:3", capsys.readouterr().err)
+
+
 def test_a_bug_on_one_machine_ends_the_job_on_all(site, capsys):
     script = site.folder / "waits.py"
     rank = 'os.environ["GSHARD_PROCESS_ID"]'

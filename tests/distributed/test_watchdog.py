@@ -87,6 +87,13 @@ def test_what_one_process_does_alone_ends_the_job(tmp_path, case, where):
 
 
 @pytest.mark.slow
+def test_a_step_that_runs_in_the_calling_thread_ends_the_job_too(tmp_path):
+    code, said, logs = run(tmp_path, "tiny", "--virtual_devices", "1")
+    assert code == 1 and "gshard: The job hangs: process" in said
+    assert "process 0 has waited" in logs[0] and "in call 3 of the train step" in logs[0]
+
+
+@pytest.mark.slow
 def test_an_exception_is_named_while_its_process_waits_in_finally(tmp_path):
     code, said, logs = run(tmp_path, "finally")
     assert code == 1

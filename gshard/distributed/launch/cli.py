@@ -101,6 +101,13 @@ def _run(asked: Request, signals: list[int]) -> int:
         if said:
             say(said)
         events.write("exit", seconds=time.monotonic() - began, code=code)
+    except GShardError as error:
+        if not count:
+            raise
+        # No option is wrong with which the job has run before.
+        say(f"gshard: not starting again: {error}")
+        events.write("give_up", why=str(error))
+        events.write("exit", seconds=time.monotonic() - began, code=(code := 1))
     finally:
         events.close()
     return code

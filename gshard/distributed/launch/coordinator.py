@@ -66,7 +66,9 @@ class Coordinator(LineServer):
             code, why = self._run()
         except GShardError as error:
             why = str(error)
-            raise
+            if self._starts < 2:  # no option is wrong with which the job has run before
+                raise
+            self._say(why)
         finally:
             self._is_over = True
             self.answer(line_of({"over": code, "why": why}))
@@ -256,7 +258,7 @@ class Coordinator(LineServer):
         if machine.takes_part and machine.report is None:
             self._lost.append(str(machine))
             self.end = self.end or f"{machine} is lost"
-        self._say(f"{machine} is lost: {self._here}")
+        self._say(f"{machine} {'is lost' if machine.takes_part else 'has left'}: {self._here}")
 
     def no_room(self, error: OSError) -> None:
         """Says that no machine can join for want of files."""

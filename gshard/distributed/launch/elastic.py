@@ -8,6 +8,7 @@ a machine is lost. Lines are read between other work, in one thread.
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from contextlib import closing, suppress
@@ -86,10 +87,18 @@ class Member:
             if not self._signals:
                 raise
         finally:
+            if code is None and self._signals:
+                code = self._code_of_signal
             if self._events is not None:
                 self._events.write("exit", code=code)
                 self._events.close()
-        return 128 + self._signals[0] if code is None else code
+        return self._code_of_signal if code is None else code
+
+    @property
+    def _code_of_signal(self) -> int:
+        """The exit code after a signal that came while no processes ran."""
+        waited = self._events is not None and self._signals[0] == signal.SIGTERM
+        return PREEMPTED_EXIT_CODE if waited else 128 + self._signals[0]
 
     def _follow(self, machine: int) -> int | None:
         """Does what the coordinator says; returns the exit code, or None once it is lost."""

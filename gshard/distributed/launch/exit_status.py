@@ -15,6 +15,9 @@ from gshard.distributed.watchdog import HANGS, LAST_SAVED
 
 TAIL = 20  # lines
 _WIDTH = 96  # of a report
+_LONGEST = 500  # characters of an error in it
+_TRACEBACK = "Traceback (most recent call last)"
+_IN_GROUP = re.compile(r"^ +[|+] ?")  # what precedes the lines of an error of an ExceptionGroup
 
 # Lines of C++ that do not help a user: stack frames, and what leads to them.
 _FRAME = re.compile(
@@ -65,8 +68,16 @@ class End:
 
 def first_cause(ends: Sequence[End]) -> End:
     """Returns the end that explains the others: the first one that does not follow from another."""
-    failed = [end for end in ends if end.code or end.failed]
+    # One that stopped in order explains nothing where another has failed.
+    failed = [end for end in ends if end.failed] or [end for end in ends if end.code]
     return min(failed, key=lambda end: (end.follows, not end.stopped, end.seconds))
+
+
+def raised(text: str) -> str:
+    """Returns the first line of the error in a text's last traceback; empty if there is none."""
+    _, found, after = text.rpartition(_TRACEBACK)
+    lines = [_IN_GROUP.sub("", line) for line in after.splitlines()[1:]] if found else []
+    return next((line for line in lines if line[:1].strip()), "")
 
 
 def in_words(code: int) -> str:
@@ -92,8 +103,8 @@ def meaning(end: End, memory_kills: int = 0) -> str:
         if memory_kills:
             return f"Its machine's kernel killed {memory_kills} process(es). {_OUT_OF_MEMORY}"
         return "It was killed by hand (kill -9), or by a memory limit of its container."
-    said = end.text.rpartition("Traceback (most recent call last)")[2]
-    said = "\n".join(said.splitlines()[-2 * TAIL :])  # not what it survived
+    said = end.text.rpartition(_TRACEBACK)[2]  # not what it survived
+    said = "\n".join([raised(end.text), *said.splitlines()[-2 * TAIL :]])
     for pattern, explanation in _MEANINGS:
         if re.search(pattern, said):
             return explanation
@@ -120,6 +131,9 @@ def report(ends: Sequence[End], memory_kills: int, logs: str) -> str:
     how = "was stopped and had to be killed" if first.stopped else in_words(first.code)
     said = f"The job failed: rank {first.rank} {how} after {first.seconds:.1f} s. "
     lines = textwrap.wrap(said + meaning(first, memory_kills), _WIDTH)
+    error = raised(first.text)[:_LONGEST]
+    if not any(error in line for line in first.tail):  # before a long list, as of buffers
+        lines += textwrap.wrap(f"Its error: {error}", _WIDTH)
     if first.tail:
         lines += [f"Last lines of rank {first.rank}:", *(f"    | {line}" for line in first.tail)]
     lines += [line for end in ends for line in _work(end, ends)]
@@ -188,6 +202,10 @@ _OUT_OF_MEMORY = (
     "level that shards more; print(plan) shows what the state needs."
 )
 _MEANINGS = (
+    (
+        r"No space left on device",
+        "A disk is full, or a quota is used up: make room where the error says.",
+    ),
     (
         r"distributed collective mismatch",
         "The processes ran different collectives at the same time: one of them made a call that "

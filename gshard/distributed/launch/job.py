@@ -89,6 +89,8 @@ class Outcome(NamedTuple):
     @property
     def failed(self) -> bool:
         """Whether a process failed by itself, and not because of the signal that the job got."""
+        if self.ends and all(e.cut_off and not e.work.running for e in self.ends):
+            return False  # all left by `os._exit(0)`, and no save is lost
         sent = STOP_SIGNALS if self.signal in STOP_SIGNALS else (self.signal,)
         by_signal = {code for n in sent if n is not None for code in (128 + n, -n)}
         return any(e.failed and e.code not in by_signal and not e.asked for e in self.ends)
@@ -97,9 +99,10 @@ class Outcome(NamedTuple):
     def summary(self) -> tuple[int, str]:
         """The exit code of the launcher, and what it says at last; empty if there is no more."""
         codes = {end.code for end in self.ends}
-        if codes == {0}:
+        in_order = codes <= {0, PREEMPTED_EXIT_CODE} and not self.failed
+        if codes == {0} and in_order:
             return 0, ""
-        if codes and codes <= {0, PREEMPTED_EXIT_CODE}:
+        if codes and in_order:
             said = "gshard: the job was told to stop, and all processes did so in order"
             return PREEMPTED_EXIT_CODE, said
         if self.signal is not None and not self.failed:
@@ -211,6 +214,7 @@ def _stop_in_order(supervisor: Supervisor, signals: list[int], grace: float) -> 
         supervisor.tick()
         if supervisor.failed:
             supervisor.settle()
+            supervisor.let_finish(deadline - time.monotonic(), lambda: len(signals) > 1)
             break
     supervisor.kill()
 

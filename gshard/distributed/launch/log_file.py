@@ -27,7 +27,7 @@ class LogFile:
 
     def __init__(self, path: Path, limit: int):
         self.path: Path = path
-        self._limit = limit
+        self._limit, self._locks = limit, False
         self._open()
 
     def _open(self) -> None:
@@ -44,6 +44,8 @@ class LogFile:
             os.close(number)
             raise
         self._file = os.fdopen(number, "ab")
+        if self._locks:
+            self.lock()
 
     def _size(self) -> int:
         """Returns the size, after opening the file again if it was moved or deleted meanwhile."""
@@ -83,7 +85,12 @@ class LogFile:
         return b"", b"", raw
 
     def lock(self) -> bool:
-        """Locks the file until it is closed; returns whether no other program had locked it."""
+        """Locks the file, and those that follow it, until `close`.
+
+        Returns:
+          Whether no other program had locked it.
+        """
+        self._locks = True
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from gshard.distributed.launch.exit_status import TAIL, Readable
 
-_JUDGED = 200  # lines; a stack of C++ is among them
+_JUDGED = 2000  # lines; a stack of C++ or a list of buffers is among them
 _LONGEST = 2**16  # bytes of a line; a longer one is shown in pieces
 _DRAIN = 0.5  # seconds; something else may hold the pipe and write for ever
 

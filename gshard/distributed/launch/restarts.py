@@ -6,18 +6,16 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gshard.distributed.launch.exit_status import End, first_cause, hang, in_words
+from gshard.distributed.launch.exit_status import End, first_cause, hang, in_words, raised
 
 _LONGEST = 60.0  # seconds before a restart
 _SHOWN = 200  # characters of an error
-_TRACEBACK = "Traceback (most recent call last)"
-_IN_GROUP = re.compile(r"^ +[|+] ?")  # what precedes the lines of an error of an ExceptionGroup
 
 # How an error begins that comes from outside the program, so that the next try may be without it:
 # the network, a disk, a port, another machine.
 _OUTSIDE = re.compile(
     r"([\w.]+\.)?(OSError|IOError|ConnectionError|Connection\w+Error|BrokenPipeError|TimeoutError|"
-    r"URLError|HTTPError|gaierror|NotArrivedError|PortTakenError|BarrierError)\b"
+    r"URLError|HTTPError|gaierror|NotArrivedError|PortTakenError|BarrierError|SaveFailedError)\b"
 )
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 
@@ -73,10 +71,7 @@ def error_of(end: End) -> str:
         return ""
     if end.code < 0:
         return how if how.endswith(_CRASHES) else ""
-    _, found, after = end.text.rpartition(_TRACEBACK)
-    lines = [_IN_GROUP.sub("", line) for line in after.splitlines()[1:]] if found else []
-    lines = [line for line in lines if line[:1].strip()]
-    said = lines[0] if lines else how
+    said = raised(end.text) or how
     return "" if _OUTSIDE.match(said) else said
 
 

@@ -240,6 +240,19 @@ def test_a_job_starts_again(tmp_path):
         job.assert_nobody_left()
 
 
+def test_an_error_of_the_launcher_at_a_restart_is_a_failure_of_the_job(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import os\nos.remove('log/rank-0.log')\nos.mkdir('log/rank-0.log')\n"
+        "raise ConnectionError('lost')\n"
+    )
+    with running(launch("--max_restarts", 2, script), tmp_path) as job:
+        assert job.code() == 1, job.err
+        assert "gshard: not starting again: --log_dir" in job.err
+    events = [json.loads(x) for x in (tmp_path / "log" / "events.jsonl").read_text().splitlines()]
+    assert [x["event"] for x in events][-2:] == ["give_up", "exit"] and events[-1]["code"] == 1
+
+
 @pytest.mark.slow
 def test_a_job_that_fails_again_is_given_up(tmp_path):
     script = tmp_path / "fails.py"
@@ -663,8 +676,28 @@ def test_the_first_cause_is_not_who_follows():
     assert first_cause([ended, lost]) is lost or first_cause([ended, lost]) is ended
     left = End(4, 0, seconds=0.9, work=Work(cut_off=True))  # by os._exit(0)
     assert left.failed and first_cause([lost, left]) is left
+    in_order = End(6, 75, seconds=0.1)
+    assert first_cause([in_order, raised]) is raised and first_cause([in_order]) is in_order
+    assert Outcome([in_order, raised], None, 0).summary[0] == 1
     finished = End(5, 0, seconds=0.5)
     assert not finished.failed and first_cause([finished, lost]) is lost
+
+
+def test_a_job_that_leaves_by_os_exit_on_all_ranks_has_finished_unless_a_save_is_lost():
+    left = [End(rank, 0, work=Work(cut_off=True)) for rank in range(2)]
+    assert not Outcome(left, None, 0).failed and Outcome(left, None, 0).summary == (0, "")
+    left[0] = End(0, 0, work=Work(("the save of step 3",), cut_off=True))
+    assert Outcome(left, None, 0).failed and Outcome(left, None, 0).summary[0] == 1
+
+
+def test_an_error_before_a_long_list_is_shown_and_explained():
+    """XLA lists its largest buffers after the error."""
+    error = "jaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."
+    buffers = [f"\tBuffer {i}:\n\t\tShape: f32[9]" for i in range(60)]
+    text = "\n".join(["Traceback (most recent call last):", "  File ...", error, *buffers])
+    end = End(0, 1, tuple(text.splitlines()[-20:]), text)
+    assert "ran out of memory" in meaning(end)
+    assert error in " ".join(report([end], 0, "log").replace("\ngshard: ", " ").split())
 
 
 def test_a_job_that_hung_is_reported_by_what_its_watchdog_said():
@@ -682,6 +715,7 @@ def test_a_job_that_hung_is_reported_by_what_its_watchdog_said():
     [
         (End(0, -9), "kill -9"),
         (End(0, 1, (), "jaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory"), "smaller"),
+        (End(0, 1, (), "RESOURCE_EXHAUSTED: x: No space left on device"), "A disk is full"),
         (End(0, 1, (), "gshard...PortTakenError: port 3 is taken"), "another program"),
         (End(0, 1, (), "gshard...NotArrivedError: not all"), "see which are missing"),
         (End(0, 1, (), "raise (NotArrivedError if late else GShardError)(why)\nGShardError"), ""),

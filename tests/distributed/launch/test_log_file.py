@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 
-from gshard.distributed.launch.log_file import Log
+from gshard.distributed.launch.log_file import Log, LogFile
 from tests.jobs import launch, running
 
 STAMP = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ")
@@ -64,6 +64,22 @@ def test_two_jobs_with_one_log_keep_its_last_lines(tmp_path):
     lines = [line[STAMPED:] for line in kept.splitlines() if b"another" not in line]
     assert [x for x in lines if x.isdigit()] == [b"%03d" % i for i in range(50)][-len(lines) :]
     assert len(kept) > 1000
+
+
+def test_a_lock_is_that_of_the_files_that_follow_too(tmp_path):
+    log, other = LogFile(tmp_path / "events", 100), LogFile(tmp_path / "events", 100)
+    assert log.lock()
+    for number in range(20):
+        log.write(b"%030d\n" % number)
+    other.write(b"seen\n")  # opens the file that there is now
+    assert not other.lock()
+    (tmp_path / "events").unlink()
+    log.write(b"again\n")
+    other.write(b"seen\n")
+    assert not other.lock()
+    log.close()
+    assert other.lock()
+    other.close()
 
 
 def test_the_console_has_no_times_and_the_log_a_limit(tmp_path):

@@ -106,6 +106,7 @@ ENDS = {
     "a killed process": (-signal.SIGKILL, "", ""),
     "a network error": (1, TRACEBACK + "ConnectionResetError: [Errno 104]", ""),
     "a disk error": (1, TRACEBACK + "OSError: [Errno 116] Stale file handle", ""),
+    "a save": (1, TRACEBACK + "gshard.checkpoint.save.SaveFailedError: the disk is full", ""),
     "a missing file": (1, TRACEBACK + "FileNotFoundError: x", "FileNotFoundError: x"),
     "others did not come": (1, TRACEBACK + "gshard.distributed.rendezvous.NotArrivedError: 1", ""),
     "a lost peer": (1, TRACEBACK + "ValueError: Gloo AllReduce failed", ""),

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from gshard.distributed.launch import supervisor
+from gshard.distributed.launch.job import _stop_in_order
 from gshard.distributed.launch.output import Lines
 from gshard.distributed.launch.supervisor import Child, Supervisor
 from gshard.distributed.unfinished import Work
@@ -17,11 +18,11 @@ from gshard.distributed.unfinished import Work
 class Shell(Child):
     """A process that runs a shell script; it has begun when this returns."""
 
-    def __init__(self, script: str):
+    def __init__(self, script: str, rank: int = 0):
         self.process = subprocess.Popen(
             ["sh", "-c", script], start_new_session=True, stdout=subprocess.PIPE
         )
-        super().__init__(0, self.process.pid, {}, Lines())
+        super().__init__(rank, self.process.pid, {}, Lines())
         self.process.stdout.readline()
 
     def exit_code(self):
@@ -88,6 +89,20 @@ class Saves(Shell):
 
     def work(self):
         return Work(("the save of step 1",) if time.monotonic() < self.until else ())
+
+
+def test_a_save_is_finished_too_if_another_process_fails_after_a_signal(monkeypatch):
+    monkeypatch.setattr(supervisor, "_SETTLE", 0.1)
+    made = Supervisor()
+    try:
+        made.add(saves := Saves("trap '' TERM; echo; sleep 10"))
+        made.add(Shell("trap 'exit 3' TERM; echo; while true; do sleep 0.01; done", rank=1))
+        began = time.monotonic()
+        _stop_in_order(made, [signal.SIGTERM], grace=10.0)
+        assert made.ends[1].code == 3 and made.ends[0].code == -signal.SIGKILL
+        assert saves.until - began < time.monotonic() - began < 5
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize(
