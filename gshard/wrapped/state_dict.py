@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -242,18 +244,31 @@ def _compare(values: Mapping[str, Any], stored: NamedArrays) -> None:
 
 def put_values(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> None:
     """As `set_values`, for values that need no comparison."""
-    at = {}
+    # Variables may have the same array, as after nnx.update(model.target, nnx.state(model.online)).
+    at = defaultdict(list)
     for path, x in nnx.to_flat_state(nnx.state(target)):
-        at[id(x.get_value() if isinstance(x, nnx.Variable) else x)] = path, x
+        raw = x.get_raw_value() if isinstance(x, nnx.Variable) else x
+        for i, (inner, leaf) in enumerate(zip(*flatten(raw)[:2], strict=True)):
+            full = ".".join(map(str, (*path, *inner.split("/")))).rstrip(".")
+            at[id(leaf)].append((full, path, x, i))
     for name in list(stored):
         old, layout = stored.pop(name)
         if name in values:
-            path, variable = at.pop(id(old))
+            places = at[id(old)]
+            ends = [_common_end(place[0], name) for place in places]
+            _, path, variable, i = places.pop(ends.index(max(ends)))
             new = _like(old, layout, np.asarray(values[name]))
             if isinstance(variable, nnx.Variable):
-                variable.set_value(new)
+                leaves, structure = jax.tree.flatten(variable.get_raw_value())
+                leaves[i] = new
+                variable.set_raw_value(structure.unflatten(leaves))
             else:  # an array that is not in a Variable
                 nnx.update(target, nnx.from_flat_state({path: new}))
+
+
+def _common_end(path: str, name: str) -> int:
+    """The length of what both end in: in an optimizer, `inner.x` is at `opt_state.x`."""
+    return len(commonprefix([path[::-1], name[::-1]]))
 
 
 def _like(old: Any, layout: Layout, value: np.ndarray) -> jax.Array:

@@ -937,6 +937,37 @@ def test_arrays_that_are_no_variables_are_saved_too(tmp_path):
     np.testing.assert_array_equal(model.state_dict()["table"], np.ones(13))
 
 
+class Doubled(nnx.Param):
+    """Reads as another value than it stores."""
+
+    def get_value(self, **kwargs):
+        return 2 * super().get_value(**kwargs)
+
+
+class Unusual(Net):
+    """Has Variables with one array in common, of several arrays, and of a class of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.target = nnx.clone(self.first)
+        self.pair = nnx.Variable((jnp.zeros(3), jnp.ones(3)))
+        self.gain = Doubled(jnp.ones(3))
+        self.again = nnx.Variable(jnp.zeros(7))
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_state_dicts_of_unusual_variables_are_set(is_wrapped):
+    net = Unusual()
+    model = wrap("p_g_os", net)[0] if is_wrapped else net
+    nnx.update(model.target, nnx.state(model.first))
+    model.again.set_value(model.last.bias.get_raw_value())
+    found = gshard.paddle.state_dict(model)
+    assert float(found["gain"][0]) == 1
+    wanted = {name: x + i for i, (name, x) in enumerate(found.items(), 1)}
+    gshard.paddle.set_state_dict(model, wanted)
+    assert_same(gshard.paddle.state_dict(model), wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "values",
     [
