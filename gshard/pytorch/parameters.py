@@ -89,11 +89,11 @@ class Variables(Parameters):
         self.labels: Labels = labels
 
     def values(self) -> Any:
-        return jax.tree.map(lambda x: x.get_value(), self.tree, is_leaf=_is_variable)
+        return jax.tree.map(lambda x: x.get_raw_value(), self.tree, is_leaf=_is_variable)
 
     def write(self, new: Any) -> None:
         for variable, x in zip(_leaves(self.tree), jax.tree.leaves(new), strict=True):
-            variable.set_value(x)
+            variable.set_raw_value(x)
 
     def result(self) -> Any:
         return self.tree

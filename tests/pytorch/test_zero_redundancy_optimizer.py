@@ -585,6 +585,22 @@ def test_data_parallel_gives_its_gradients(partition, given, n):
         opt.step()
 
 
+class Doubled(nnx.Param):
+    """Reads as another value than it stores."""
+
+    def get_value(self, **kwargs):
+        return 2 * super().get_value(**kwargs)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_variables_keep_what_they_store(partition):
+    variable = Doubled(jnp.ones(8))
+    opt = ZRO([variable], optax.sgd, partition=partition, lr=0.5)
+    np.testing.assert_array_equal(variable.get_raw_value(), np.ones(8))
+    opt.step([jnp.ones(8)])
+    np.testing.assert_array_equal(variable.get_raw_value(), np.full(8, 0.5))
+
+
 @pytest.mark.parametrize("way", ["sharded", "local", "full"])
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("kind", ["nnx", "tree"])
