@@ -301,7 +301,9 @@ def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:
         "plan": keep.plan,
         "_gshard_forward": keep.forward,
     }
-    made = object.__new__(type(f"{kind.__name__}[{own.__name__}]", (kind, own), body))
+    # NNX would make every new class a pytree.
+    flags: dict[str, Any] = {"pytree": False} if jax.tree_util.all_leaves([target]) else {}
+    made = object.__new__(type(f"{kind.__name__}[{own.__name__}]", (kind, own), body, **flags))
     vars(made).update(vars(target))
     object.__setattr__(made, "_gshard", keep)
     if isinstance(target, nnx.Module):

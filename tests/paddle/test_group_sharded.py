@@ -968,6 +968,28 @@ def test_state_dicts_of_unusual_variables_are_set(is_wrapped):
     assert_same(gshard.paddle.state_dict(model), wanted, rtol=0, atol=0)
 
 
+class NoPytree(nnx.Module, pytree=False):
+    """Has its layers in a list, which only a module that is no pytree may."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layers = [nnx.Linear(13, WIDTH, rngs=rngs), nnx.Linear(WIDTH, 7, rngs=rngs)]
+
+    def __call__(self, x):
+        return self.layers[1](jnp.tanh(self.layers[0](x)))
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_a_module_that_is_no_pytree(level):
+    batches = [rows(16, seed) for seed in range(2)]
+    losses, wanted = on_one_device(batches, NoPytree())
+    model, optimizer, _ = wrap(level, NoPytree())
+    np.testing.assert_allclose(train(model, optimizer, batches), losses, rtol=1e-5)
+    assert_same(model.state_dict(), wanted)
+    assert len(model.parameters()) == 4 and model(batches[0]["x"]).shape == (16, 7)
+    model.set_state_dict(wanted)
+
+
 @pytest.mark.parametrize(
     "values",
     [
