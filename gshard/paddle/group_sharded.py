@@ -107,7 +107,7 @@ def group_sharded_parallel(
       >>> optimizer.clear_grad()
     """
     call = "group_sharded_parallel"
-    module = as_module(model, call)
+    module = as_module(model, call, GroupSharded)
     chosen = parse_level(level)
     if scaler is not None and not isinstance(scaler, (GradScaler, Scaler)):
         raise GShardError(f"scaler={shown(scaler)} is not a gshard.paddle.GradScaler.")

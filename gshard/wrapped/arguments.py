@@ -19,8 +19,11 @@ from gshard.sharding.topology import SHARD
 from gshard.wrapped.wrapped_model import Wrapped
 
 
-def as_module(model: Any, call: str) -> nnx.Module:
-    """Returns the given NNX module, or one that applies a Linen module to its variables."""
+def as_module(model: Any, call: str, kind: type[Wrapped]) -> nnx.Module:
+    """Returns the given NNX module, or one that applies a Linen module to its variables.
+
+    `kind` is the class that it is wrapped in, `call` what the user calls.
+    """
     if isinstance(model, Wrapped):
         raise GShardError(
             f"{call}: this model is wrapped already, or is a copy of a wrapped one. Wrap the "
@@ -28,7 +31,7 @@ def as_module(model: Any, call: str) -> nnx.Module:
             "new.load_state_dict(this.state_dict())."
         )
     if isinstance(model, nnx.Module):
-        ours = {name for name in vars(Wrapped) if not name.startswith("_")} | {"plan"}
+        ours = {name for name in dir(kind) if not name.startswith("_")} | {"plan"}
         ours -= set(dir(nnx.Module))  # which ours call
         hidden = [x for x in sorted(ours) if x in vars(model) or hasattr(type(model), x)]
         if hidden:

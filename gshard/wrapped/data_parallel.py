@@ -116,7 +116,7 @@ def data_parallel(
 ) -> Any:
     """Wraps a copy of a model as an instance of `kind`; `group` is that of the given argument."""
     flag("find_unused_parameters", find_unused_parameters)
-    module = as_module(model, kind.__name__)
+    module = as_module(model, kind.__name__, kind)
     arrays = jax.tree.leaves(nnx.state(module, nnx.Param))
     if not arrays:
         raise GShardError(

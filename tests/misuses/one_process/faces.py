@@ -26,6 +26,11 @@ def plain() -> Any:
     return pair()[0]
 
 
+class Scaling(nnx.Linear):
+    def scale_loss(self, loss: Any) -> Any:
+        return 0.1 * loss
+
+
 def wrap_twice(_):
     model, optimizer, _ = wrapped()
     gshard.paddle.group_sharded_parallel(model, optimizer, "os")
@@ -362,6 +367,10 @@ ROWS = {
         error=gshard.ArgumentTypeError,
     ),
     "state_dict of a number": refused(lambda _: gshard.paddle.state_dict(3), "3"),
+    "DataParallel of a model with its own scale_loss": refused(
+        lambda _: gshard.paddle.DataParallel(Scaling(16, 8, rngs=nnx.Rngs(0))),
+        "Scaling has scale_loss of its own",
+    ),
     "DataParallel of a function": refused(lambda _: gshard.paddle.DataParallel(loss_fn), "nnx"),
     "DataParallel of parameters": refused(lambda _: gshard.paddle.DataParallel(params()), "nnx"),
     "fused_allreduce_gradients of None": refused(
