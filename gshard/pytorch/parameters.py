@@ -40,9 +40,10 @@ class Parameters:
 
     def __init__(self, tree: Any, labels: Labels):
         self.labels = labels
-        leaves, structure = jax.tree.flatten(tree)
-        self._fixed = {i: x for i, x in enumerate(leaves) if not _is_trained(x)}
-        self.tree: Any = structure.unflatten([x if _is_trained(x) else None for x in leaves])
+        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+        self._fixed = {i: x for i, x in enumerate(leaves) if x is None or not _is_trained(x)}
+        trained = [None if i in self._fixed else x for i, x in enumerate(leaves)]
+        self.tree: Any = structure.unflatten(trained)
 
     def pair(self, tx: optax.GradientTransformation) -> Any:
         """Returns the argument for `shard_train_state`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -118,7 +118,7 @@ def _checked(grads: Any, engine: Even | Greedy) -> tuple[Any, tuple[int, ...]]:
         return grads, ()
     names, params, _ = flatten(engine.target.values())
     paths, leaves, _ = flatten(grads)
-    _check_missing(grads, names)
+    _check_missing(grads, engine.target.values())
     if paths == [""] and names != [""]:
         raise ArgumentTypeError(
             f"step: grads={shown(grads)} are not a tree like the parameters: {some(names)}."
@@ -143,12 +143,17 @@ def _checked(grads: Any, engine: Even | Greedy) -> tuple[Any, tuple[int, ...]]:
     return [given[name] for name in names if name in given], skipped
 
 
-def _check_missing(grads: Any, names: Sequence[str]) -> None:
+def _check_missing(grads: Any, values: Any) -> None:
     """Refuses a None for what is no parameter and no part of the model, such as a typo."""
-    pairs = jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda x: x is None)
-    missing = [path_of(keys) for keys, x in pairs if x is None]
+
+    def with_none(tree: Any) -> list[tuple[str, Any]]:
+        pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
+        return [(path_of(keys), x) for keys, x in pairs]
+
+    missing = [path for path, x in with_none(grads) if x is None]
     if not missing:
         return
+    names = [path for path, _ in with_none(values)]
     parts = {
         "/".join(keys[:i]) for keys in (x.split("/") for x in names) for i in range(len(keys) + 1)
     }

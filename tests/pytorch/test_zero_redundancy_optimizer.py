@@ -507,6 +507,18 @@ def test_integers_come_back_as_they_went_in(partition):
         ZRO([jnp.arange(3)], optax.sgd, lr=0.1)
 
 
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_a_tree_with_none(partition):
+    """A layer without a bias; `jax.grad` has a None there too."""
+    params = {"bias": None, "table": jnp.arange(3), "w": jnp.ones((5, 2))}
+    opt = ZRO(params, optax.sgd, devices(2), partition=partition, lr=0.1)
+    grads = jax.grad(lambda w: jnp.sum(w["w"] ** 2))({"bias": None, "w": params["w"]})
+    for _ in range(2):
+        new = opt.step(grads)
+    assert new["bias"] is None and new["table"] is params["table"]
+    np.testing.assert_allclose(new["w"], 1 - 0.1 * 4, rtol=1e-6)
+
+
 def test_a_data_parallel_says_which_devices():
     dp = gshard.pytorch.DataParallel(Net(), group=devices(3))
     assert ZRO(dp, optax.adam, lr=0.1).plan.group.devices == 3
