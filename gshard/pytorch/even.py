@@ -7,8 +7,7 @@ elements on the wire (ZeRO, Rajbhandari et al., section 5.1).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from gshard._util.arrays import is_key
 from gshard._util.errors import CallOrderError
 from gshard._util.pytree import flatten
 from gshard.pytorch.param_group import ParamGroup
@@ -128,8 +128,11 @@ class Even:
         self._set(new)
 
     def shards(self) -> list[dict[str, dict[str, np.ndarray]]]:
-        """Returns each group's shards on this process's devices, padded, by path and offset."""
-        leaves = jax.tree.leaves(self.state.inner)
+        """Returns each group's shards on this process's devices, padded, by path and offset.
+
+        Of PRNG keys these are the data, which can be saved.
+        """
+        leaves = list(map(_data, jax.tree.leaves(self.state.inner)))
         return [
             {
                 path: {_offset(x.index): np.array(x.data) for x in leaves[i].addressable_shards}
@@ -144,8 +147,7 @@ class Even:
         leaves, new = jax.tree.leaves(self.state.inner), {}
         for group, own in zip(shards, self._indices, strict=True):
             for path, i in own.items():
-                data: Any = partial(_at, group[path])
-                new[i] = jax.make_array_from_callback(leaves[i].shape, leaves[i].sharding, data)
+                new[i] = _of_shards(group[path], leaves[i])
         self._set(new)
 
     def loads(self) -> list[int]:
@@ -197,8 +199,19 @@ class Even:
         return new, after
 
 
-def _at(shards: Any, index: tuple[slice, ...]) -> np.ndarray:
-    return np.array(shards[_offset(index)])
+def _data(x: jax.Array) -> jax.Array:
+    return jax.random.key_data(x) if is_key(x) else x
+
+
+def _of_shards(shards: Mapping[str, Any], like: jax.Array) -> jax.Array:
+    """Returns an array like another, of the shards that `Even.shards` returned of it."""
+    data = _data(like)
+
+    def at(index: Any) -> np.ndarray:
+        return np.array(shards[_offset(index)], data.dtype)
+
+    new = jax.make_array_from_callback(data.shape, data.sharding, at)
+    return jax.random.wrap_key_data(new, impl=jax.random.key_impl(like)) if is_key(like) else new
 
 
 def _offset(index: tuple[slice, ...]) -> str:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from gshard._util.arguments import named_arguments
+from gshard._util.arrays import is_key
 from gshard._util.errors import (
     ArgumentTypeError,
     GShardError,
@@ -207,8 +208,11 @@ class ZeroRedundancyOptimizer:
         fresh = of is self._engine.state
         if not fresh:
             self._same.compare(self.plan)
-        state = jax.tree.map(np.array, states) if fresh else self._engine.states()
-        return {"state": state, "param_groups": groups}
+        if fresh:
+            states = jax.tree.map(lambda x: x if is_key(x) else np.array(x), states)
+        else:
+            states = self._engine.states()
+        return {"state": states, "param_groups": groups}
 
     @short_traceback
     def load_state_dict(self, state_dict: Any) -> None:

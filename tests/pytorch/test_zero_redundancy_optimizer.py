@@ -15,6 +15,7 @@ from flax import nnx
 
 import gshard
 from examples import pytorch_zero
+from gshard._util.arrays import is_key
 from tests.ahead_of_time import found_by
 
 PARTITIONS = ["even", "greedy"]
@@ -852,6 +853,37 @@ def test_local_shards_and_a_consolidated_state(partition, tmp_path):
         other.load_state_dict(shards)
     with pytest.raises(gshard.GShardError, match="to=1"):
         opt.consolidate_state_dict(to=1)
+
+
+def test_an_optimizer_that_keeps_a_key(tmp_path):
+    def noisy(seed):
+        noise = optax.add_noise(0.01, 0.55, key=jax.random.key(seed))
+        opt = ZRO(tree(), lambda lr: optax.chain(noise, optax.sgd(lr)), lr=0.1)
+        opt.step(tree(1))
+        return opt
+
+    def data(states):
+        return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, states)
+
+    opt = noisy(0)
+    gshard.pytorch.save({"shards": opt.state_dict(full=False)["shards"]}, tmp_path)
+    opt.consolidate_state_dict()
+    full = opt.state_dict()
+    for saved in (gshard.pytorch.load(tmp_path), full):
+        other = noisy(1)
+        other.load_state_dict(saved)
+        assert_equal(data(other.state_dict()["state"]), data(full["state"]))
+        other.step(tree(2))
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_shards_take_the_dtypes_of_the_optimizer(partition):
+    saved = ZRO(tree(), optax.adam, partition=partition, lr=0.1, mu_dtype=jnp.bfloat16)
+    saved.step(tree(1))
+    opt = ZRO(tree(), optax.adam, partition=partition, lr=0.1)
+    opt.load_state_dict(saved.state_dict(full=False))
+    mu = opt.state_dict()["state"][0][0].mu
+    assert {x.dtype.name for x in jax.tree.leaves(mu)} == {"float32"}
 
 
 def test_greedy_refuses_random_numbers():
