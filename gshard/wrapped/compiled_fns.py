@@ -23,6 +23,7 @@ from gshard._util.pytree import flatten
 from gshard.sharding.plan import Plan
 from gshard.train.gradients import GradientStage, LocalGradients
 from gshard.train.loss import Weighted
+from gshard.train.non_trainable import non_trainable_layouts
 from gshard.train.optim.offload import to_device
 from gshard.train.optim.skip_update import keep_unless
 from gshard.train.options import StepOptions
@@ -79,12 +80,14 @@ class Phases:
         plan, (structure, fixed), given = self.plan, rest, iter(arrays)
         inputs = structure.unflatten([next(given) if x is None else x for x in fixed])
         parts = plan.kind.split_target(model, {})
-        stored, layouts = (parts.params, parts.non_trainable), (plan.params, plan.non_trainable)
+        # A Variable that was added after wrapping is not in the plan.
+        known = non_trainable_layouts(parts.non_trainable, plan)
+        stored, layouts = (parts.params, parts.non_trainable), (plan.params, known)
         stored = to_device(stored, layouts)
         params, others = jax.tree.map(lambda x, layout: layout.unpad(x), stored, layouts)
         pure = plan.kind.loss(lambda model, given: model(*given[0], **given[1]), (), parts.static)
         out, changed = pure(params, others, inputs, None)
-        changed = {path: plan.pin(x, plan.non_trainable[path]) for path, x in changed.items()}
+        changed = {path: plan.pin(x, known[path]) for path, x in changed.items()}
         plan.kind.absorb(model, parts, changed)
         return out
 

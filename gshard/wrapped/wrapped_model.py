@@ -20,6 +20,7 @@ from gshard._util.validation import flag, shown
 from gshard.data.batch import shard_batch
 from gshard.distributed.agree import spans_processes
 from gshard.sharding.plan import Plan
+from gshard.train.non_trainable import non_trainable_layouts
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.compiled_fns import OnModel, split_inputs
 from gshard.wrapped.state_dict import (
@@ -286,7 +287,8 @@ class Wrapped(Keeping):
         plan = self.plan
         self._gshard_settle()
         parts = plan.kind.split_target(cast(Any, self), {})
-        return name_arrays((parts.params, plan.params), (parts.non_trainable, plan.non_trainable))
+        layouts = non_trainable_layouts(parts.non_trainable, plan)
+        return name_arrays((parts.params, plan.params), (parts.non_trainable, layouts))
 
 
 def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:

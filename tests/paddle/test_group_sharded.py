@@ -990,6 +990,27 @@ def test_a_module_that_is_no_pytree(level):
     model.set_state_dict(wanted)
 
 
+class Counting(Net):
+    """Counts its calls where it has a counter."""
+
+    def __call__(self, x):
+        if hasattr(self, "calls"):
+            self.calls[...] += 1
+        return super().__call__(x)
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_a_variable_that_is_added_after_wrapping(level):
+    model, optimizer, _ = wrap(level, Counting())
+    model.calls = nnx.Variable(jnp.zeros(3))
+    train(model, optimizer, [rows(16, 0)])
+    assert model(rows(16, 0)["x"]).shape == (16, 7)
+    found = model.state_dict()
+    np.testing.assert_array_equal(found["calls"], np.full(3, 2.0))
+    model.set_state_dict({**found, "calls": np.ones(3)})
+    np.testing.assert_array_equal(model.calls[...], np.ones(3))
+
+
 @pytest.mark.parametrize(
     "values",
     [
