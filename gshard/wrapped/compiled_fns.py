@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from gshard._util.closure import OutsideValues
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, warn
 from gshard._util.in_flight import limit_in_flight
 from gshard._util.jaxpr_dataflow import inputs_used
 from gshard._util.pytree import flatten
@@ -46,7 +46,9 @@ def split_inputs(inputs: Any) -> tuple[list[Any], Any]:
         )
     leaves, structure = jax.tree.flatten(inputs)
     is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in leaves]
-    rest = structure, tuple(None if yes else x for x, yes in zip(leaves, is_array, strict=True))
+    pairs = zip(leaves, is_array, strict=True)
+    # With the type, since True == 1 == 1.0 are one key.
+    rest = structure, tuple(None if yes else (type(x), x) for x, yes in pairs)
     try:
         hash(rest)
     except TypeError as error:
@@ -69,16 +71,19 @@ class Phases:
       plan: the layout of every array.
       sizes: bucket sizes in elements: `bucket_size` and `end_bucket_size`.
       options: further options of `gshard.value_and_grad`.
+      floats: the fixed inputs with a float that the model was compiled for.
     """
 
     plan: Plan
     sizes: dict[str, int]
     options: dict[str, Any]
+    floats: set[Any] = field(default_factory=set)
 
     def forward(self, model: Any, arrays: list[Any], rest: Any) -> Any:
         """Returns the model's output for split inputs, and writes the changes of its own state."""
         plan, (structure, fixed), given = self.plan, rest, iter(arrays)
-        inputs = structure.unflatten([next(given) if x is None else x for x in fixed])
+        self._warn_of_floats(rest)
+        inputs = structure.unflatten([next(given) if x is None else x[1] for x in fixed])
         parts = plan.kind.split_target(model, {})
         # A Variable that was added after wrapping is not in the plan.
         known = non_trainable_layouts(parts.non_trainable, plan)
@@ -90,6 +95,16 @@ class Phases:
         changed = {path: plan.pin(x, known[path]) for path, x in changed.items()}
         plan.kind.absorb(model, parts, changed)
         return out
+
+    def _warn_of_floats(self, rest: Any) -> None:
+        """Warns of a float, such as a rate, for whose every value the model is compiled."""
+        if any(x is not None and x[0] is float for x in rest[1]):
+            self.floats.add(rest)
+            if len(self.floats) == 4:
+                warn(
+                    "the model was called with four values of a float, and each was compiled. "
+                    "Pass what changes as an array, such as np.float32(rate)."
+                )
 
     def backward(
         self, loss_fn: LossFn, model: nnx.Module, batch: Any, pending: Pending, grads: Grads

@@ -456,6 +456,26 @@ def test_training_and_evaluation_and_arguments_that_are_no_arrays():
     np.testing.assert_allclose(model(x, 2.0, mode="other"), plain(x, 2.0), rtol=2e-5, atol=2e-6)
 
 
+class Kinds(Net):
+    """Returns what kind of number it was called with."""
+
+    def __call__(self, x, number):
+        return jnp.arange(3) * number, {bool: 0, int: 1, float: 2}[type(number)]
+
+
+def test_numbers_of_different_types_are_different_programs():
+    model, _, _ = wrap("os", Kinds())
+    x = rows(16, 0)["x"]
+    found = [model(x, number) for number in (1, True, 1.0, 1)]
+    assert [int(kind) for _, kind in found] == [1, 0, 2, 1]
+    assert [y.dtype.name for y, _ in found] == ["int32", "int32", "float32", "int32"]
+    for rate in (0.1, 0.2, 0.1):
+        model(x, rate)
+    with pytest.warns(gshard.GShardWarning, match=r"four values.*np\.float32"):
+        model(x, 0.3)
+    model(x, 0.4)
+
+
 @pytest.mark.parametrize("level", quick(LEVELS, ["os_g", "p_g_os"]))
 def test_in_your_own_loop(level):
     batches = [rows(16, seed) for seed in range(4)]
