@@ -31,7 +31,7 @@ from gshard.wrapped.compiled_fns import OnModel, Phases, unused_params
 from gshard.wrapped.loss_fns import Joined, Scaled, check_closure, code_of, own_loss
 from gshard.wrapped.same_hyperparameters import SameHyperparameters
 
-MANY = 16  # loss functions whose programs are kept
+MANY = 64  # loss functions whose programs are kept
 
 
 class Updating(Protocol):
@@ -309,14 +309,14 @@ class Accumulation:
     def _compiled(self, loss_fn: Callable[..., Any], batch: Any) -> OnModel:
         local, wrt = self._depth > 0, self.forward.wrt
         try:
-            known = self._of_loss.get((loss_fn, local))
+            known = self._of_loss.pop((loss_fn, local), None)
         except TypeError as error:
             raise GShardError(
                 f"backward: {shown(loss_fn)} cannot be hashed, so gshard cannot look up whether it "
                 "is compiled already. Pass a function."
             ) from error
-        if known is not None:
-            return known
+        if known is not None:  # at the end, after those that are dropped before it
+            return self._of_loss.setdefault((loss_fn, local), known)
         check_closure(loss_fn, self.model)
         if self._find_unused and (loss_fn, not local) not in self._of_loss:
             if unused := unused_params(loss_fn, self.plan.template[0], wrt, batch):
@@ -330,6 +330,12 @@ class Accumulation:
             )
         if len(self._of_loss) >= MANY:
             self._of_loss.pop(next(iter(self._of_loss)))
+            if not alike:
+                warn(
+                    f"backward was given more than {MANY} losses. The {MANY} that were used last "
+                    "are kept compiled; an older one is compiled again when it comes back. Make "
+                    "them one function, with what differs in the batch."
+                )
         check = ProgramCheck(self.plan, f"backward of the loss {place_of(loss_fn)}")
         outside = OutsideValues(own_loss(loss_fn), f"backward: the loss {place_of(loss_fn)}")
         run, donated = partial(self._phases.backward, loss_fn), ()

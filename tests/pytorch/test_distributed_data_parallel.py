@@ -15,6 +15,7 @@ from flax import nnx
 
 import gshard
 from gshard.pytorch import DistributedDataParallel, ZeroRedundancyOptimizer
+from gshard.wrapped import accumulation
 
 
 class Net(nnx.Module):
@@ -146,3 +147,26 @@ def test_a_loss_made_in_the_loop_is_said_to_compile_each_time(makes):
         ddp.backward(losses[1], x)
     with pytest.warns(gshard.GShardWarning, match=r"as a new function three times.*outside"):
         ddp.backward(losses[2], x)
+
+
+def test_the_losses_that_were_used_last_are_kept_compiled(monkeypatch):
+    monkeypatch.setattr(accumulation, "MANY", 2)
+    ddp, x, traced = DistributedDataParallel(Net()), batch(jax.device_count(), 0), []
+
+    def first(model, batch):
+        traced.append("first")
+        return loss_fn(model, batch)
+
+    def second(model, batch):
+        return 2 * loss_fn(model, batch)
+
+    def third(model, batch):
+        return 3 * loss_fn(model, batch)
+
+    for loss in (first, second, first):
+        ddp.backward(loss, x)
+    count = len(traced)
+    with pytest.warns(gshard.GShardWarning, match="more than 2 losses"):
+        ddp.backward(third, x)
+    ddp.backward(first, x)
+    assert len(traced) == count
