@@ -7,18 +7,21 @@ the model's own, paths have no prefix, and NNX transforms take it as it is.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 from flax import nnx
 from jax import core
 
-from gshard._util.errors import GShardError, MissingAttributeError, some
+from gshard._util.errors import GShardError, MissingAttributeError, some, warn
 from gshard._util.validation import flag, shown
 from gshard.data.batch import shard_batch
 from gshard.distributed.agree import spans_processes
+from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.train.non_trainable import non_trainable_layouts
 from gshard.wrapped.accumulation import Accumulation
@@ -125,9 +128,7 @@ class Wrapped(Keeping):
             rows = next((x.shape[0] for x in given if x.ndim), 0)
             placed = [_placed(x, self.plan, rows) for x in given]
             return self._gshard_forward(cast(Any, self), placed, fixed=rest)
-        layouts = jax.tree.leaves(self.plan.params)
-        pairs = [(x[...], y) for x, y in zip(self.parameters(), layouts, strict=True)]
-        padded = [y.path for x, y in pairs if x.shape != y.shape]
+        padded, pairs = self._gshard_padded(), self._gshard_pairs()
         on_host = [y.path for x, y in pairs if jax.typeof(x).memory_space == jax.memory.Space.Host]
         if padded or on_host:
             how = "with padding" if padded else "in host memory"
@@ -283,6 +284,14 @@ class Wrapped(Keeping):
         if hasattr(self, "_gshard"):
             self._gshard.settle()
 
+    def _gshard_pairs(self) -> list[tuple[Any, Layout]]:
+        layouts = jax.tree.leaves(self.plan.params)
+        return [(x[...], y) for x, y in zip(self.parameters(), layouts, strict=True)]
+
+    def _gshard_padded(self) -> list[str]:
+        """Returns the paths of the parameters that have their padding; in `backward` none has."""
+        return [y.path for x, y in self._gshard_pairs() if x.shape != y.shape]
+
     def _gshard_named(self) -> NamedArrays:
         plan = self.plan
         self._gshard_settle()
@@ -303,6 +312,9 @@ def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:
         "plan": keep.plan,
         "_gshard_forward": keep.forward,
     }
+    padded = any(x.padding for x in jax.tree.leaves(keep.plan.params))
+    if padded and isinstance(target, nnx.Module):
+        body |= {name: _warns_of_padding(f) for name, f in _methods(own).items()}
     # NNX would make every new class a pytree.
     flags: dict[str, Any] = {"pytree": False} if jax.tree_util.all_leaves([target]) else {}
     made = object.__new__(type(f"{kind.__name__}[{own.__name__}]", (kind, own), body, **flags))
@@ -314,6 +326,27 @@ def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:
     else:
         keep.optimizer = made
     return made
+
+
+def _methods(own: type) -> dict[str, Any]:
+    """Returns the public methods that a model's class defines in addition to `nnx.Module`."""
+    names = (x for x in dir(own) if not (x.startswith("_") or hasattr(nnx.Module, x)))
+    found = {name: inspect.getattr_static(own, name) for name in names}
+    return {name: x for name, x in found.items() if inspect.isfunction(x)}
+
+
+def _warns_of_padding(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if padded := self._gshard_padded():
+            warn(
+                f"{method.__qualname__} computes with {some(padded, 3)} as stored, padded with "
+                "zeros: outside of backward only model(x) removes the padding. Call the method in "
+                "__call__, or wrap the model with exclude_layer= of these layers."
+            )
+        return method(self, *args, **kwargs)
+
+    return call
 
 
 def _placed(x: Any, plan: Plan, rows: int) -> jax.Array:

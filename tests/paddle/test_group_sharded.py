@@ -456,6 +456,34 @@ def test_training_and_evaluation_and_arguments_that_are_no_arrays():
     np.testing.assert_allclose(model(x, 2.0, mode="other"), plain(x, 2.0), rtol=2e-5, atol=2e-6)
 
 
+class Attending(nnx.Module):
+    """Its logits are as many as an embedding has rows, which the devices do not divide."""
+
+    def __init__(self):
+        self.embed = nnx.Embed(30, 13, rngs=nnx.Rngs(0))
+
+    def logits(self, x):
+        return self.embed.attend(x)
+
+    def __call__(self, x):
+        return self.logits(x)
+
+    @staticmethod
+    def version():
+        return 1
+
+
+def test_another_method_of_a_padded_model_warns_of_the_padding():
+    model, _, _ = wrap("p_g_os", Attending(), segment_size=0)
+    x = rows(16, 0)["x"]
+    assert model(x).shape == (16, 30) and model.version() == 1
+    model.backward(lambda model, batch: model.logits(batch["x"]).var(), rows(16, 0))
+    with pytest.warns(gshard.GShardWarning, match="Attending.logits computes with embed/emb"):
+        assert model.logits(x).shape == (16, 32)
+    whole, _, _ = wrap("p_g_os", Attending(), segment_size=0, exclude_layer=["embed"])
+    assert whole.logits(x).shape == (16, 30)
+
+
 class Kinds(Net):
     """Returns what kind of number it was called with."""
 
