@@ -59,8 +59,14 @@ def _of_count(operator: str) -> Any:
 
 
 # Operators are looked up in the class, not by `__getattr__`.
-for _name in ("jax_array", "eq", "add", "radd", "getitem", "setitem", "int"):
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_OTHERS = ("jax_array", "eq", "getitem", "setitem", "int", "float", "index", "bool")
+for _name in (*_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC), *_OTHERS):
     setattr(StepVariable, f"__{_name}__", _of_count(f"__{_name}__"))
+# To functions of JAX it is the Variable, which is a pytree.
+jax.tree_util.register_pytree_node(
+    StepVariable, lambda step: ((step._count,), None), lambda _, children: children[0]
+)
 
 
 class WrappedOptimizer(Keeping):

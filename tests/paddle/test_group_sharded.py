@@ -595,6 +595,20 @@ def test_state_dict_by_name(tmp_path):
         optimizer.set_state_dict({"step": np.uint32(3)})
 
 
+def test_the_step_is_a_number():
+    model, optimizer, _ = wrap("os")
+    assert not optimizer.step
+    train(model, optimizer, [rows(16, 0)] * 3)
+    step = optimizer.step
+    assert step and float(step) == 3.0 and list(range(step)) == [0, 1, 2]
+    found = [step + 1, step - 1, step * 2, step / 2, step // 2, step % 2, step**2]
+    assert found == [4, 2, 6, 1.5, 1, 1, 9]
+    found = [1 + step, 4 - step, 2 * step, 6 / step, 7 // step, 7 % step, 2**step]
+    assert found == [4, 1, 6, 2.0, 2, 1, 8]
+    for schedule in (optax.cosine_decay_schedule(1.0, 10), optax.linear_schedule(1.0, 0.0, 10)):
+        np.testing.assert_allclose(schedule(step), schedule(3), rtol=1e-6)
+
+
 def test_the_learning_rate_is_read_and_set():
     tx = optax.chain(
         optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
