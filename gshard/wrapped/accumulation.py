@@ -8,6 +8,7 @@ made equal on all devices.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -111,6 +112,8 @@ class Accumulation:
         self._phases = Phases(plan, self._sizes, self._options)
         self._of_loss: dict[Any, OnModel] = {}
         self.forward: OnModel = OnModel(self._phases.forward, wrt)
+        # The class of the model has it too, and JAX's registry of pytrees keeps classes for ever.
+        weakref.finalize(self, self.forward.clear).atexit = False
         self._settle = OnModel(self._phases.settle, wrt)
         self._reduce = nnx.jit(self._phases.reduce)
         self._unscale = nnx.jit(compiled_fns.unscale)

@@ -16,7 +16,7 @@ from gshard._util.validation import names_of, shown
 from gshard.sharding.group import data_group
 from gshard.sharding.mesh import devices_of, make_mesh
 from gshard.sharding.topology import SHARD
-from gshard.wrapped.wrapped_model import Wrapped
+from gshard.wrapped.wrapped_model import Wrapped, free_dropped
 
 
 def as_module(model: Any, call: str, kind: type[Wrapped]) -> nnx.Module:
@@ -30,6 +30,7 @@ def as_module(model: Any, call: str, kind: type[Wrapped]) -> nnx.Module:
             "original, unwrapped model, and copy the values: "
             "new.load_state_dict(this.state_dict())."
         )
+    free_dropped()  # before another model takes memory
     if isinstance(model, nnx.Module):
         ours = {name for name in dir(kind) if not name.startswith("_")} | {"plan"}
         ours -= set(dir(nnx.Module))  # which ours call

@@ -243,7 +243,7 @@ class OnModel:
         self.wrt: Any = wrt
         self._fun, self._check, self._outside = fun, check, outside
         numbers = tuple(3 + i for i in donated)
-        self._jitted = jax.jit(self._run, static_argnums=0, donate_argnums=numbers)
+        self._jitted: Any = jax.jit(self._run, static_argnums=0, donate_argnums=numbers)
 
     def __call__(self, model: nnx.Module, *args: Any, fixed: Any = None) -> Any:
         """Runs the function; it is compiled once for each value of `fixed`, which is hashable."""
@@ -261,6 +261,10 @@ class OnModel:
             leaves = [changed.get(i, x) for i, x in enumerate(rest)]
             nnx.update(model, jax.tree.unflatten(static[1], leaves))
         return out
+
+    def clear(self) -> None:
+        """Drops the compiled programs."""
+        self._jitted.clear_cache()
 
     def lower(self, model: nnx.Module, *args: Any, fixed: Any = None) -> jax.stages.Lowered:
         """Returns the function lowered for these arguments; nothing runs."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
@@ -376,6 +377,12 @@ def follow(model: Any, plan: Plan) -> None:
     keep = kept(model)
     keep.follow(plan)
     type(model).plan, type(model)._gshard_forward = plan, keep.forward
+
+
+def free_dropped() -> None:
+    """Frees the wrapped models that the program has dropped: they are in reference cycles."""
+    if _every:
+        gc.collect()
 
 
 def keepers(variables: list[Any]) -> list[Accumulation | None]:

@@ -816,6 +816,24 @@ def test_two_models_do_not_touch_each_other_and_can_go():
     other.step()
 
 
+def test_a_model_that_is_dropped_is_freed_before_the_next_is_wrapped():
+    gc.collect()
+    gc.disable()  # which would free it at some time
+    try:
+        model, optimizer, _ = wrap("os")
+        model(rows(16, 0)["x"])
+        gone = weakref.ref(model)
+        copy = nnx.clone(model)
+        forward = copy._gshard_forward._jitted
+        assert forward._cache_size() == 1
+        del model, optimizer
+        wrap("os")
+        assert gone() is None and forward._cache_size() == 0
+        assert copy(rows(16, 0)["x"]).shape == (16, 7)
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("again", ["cleared", "backward", "another"])
 def test_gradients_are_unscaled_once_each(again):
     """What is known of some gradients is not taken for others."""
