@@ -22,6 +22,7 @@ from gshard.sharding.level import Level, LevelName, parse_level
 from gshard.sharding.rules import LeafInfo
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.shard_train_state import ShardingOptions, shard_and_advise
+from gshard.train_state.nnx import new_optimizer
 from gshard.train_state.nonfinite import GradScaler
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.arguments import as_module, first_process, mesh_of
@@ -175,7 +176,7 @@ def _as_optimizer(optimizer: Any, model: nnx.Module) -> nnx.Optimizer[Any]:
     if isinstance(optimizer, WrappedOptimizer):
         raise GShardError("this optimizer is wrapped already. Pass the one that it was made from.")
     if isinstance(optimizer, optax.GradientTransformation):
-        return nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+        return new_optimizer(model, optimizer, nnx.Param)
     if not isinstance(optimizer, nnx.Optimizer):
         raise GShardError(
             f"optimizer={shown(optimizer)} is not an optimizer. Pass an optax transformation such "

@@ -15,6 +15,7 @@ from gshard._util.errors import ArgumentTypeError, GShardError, some
 from gshard._util.validation import shown
 from gshard.sharding.plan import Plan
 from gshard.train_state import Components
+from gshard.train_state.nnx import new_optimizer
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.data_parallel import DataParallel
 from gshard.wrapped.wrapped_model import Wrapped, follow, keepers, kept
@@ -119,7 +120,7 @@ class Model(Parameters):
         self.labels: Labels = [0 if label_of is None else label_of.get(i) for i in self._ids()]
 
     def pair(self, tx: optax.GradientTransformation) -> Any:
-        return self.tree, nnx.Optimizer(self.tree, tx, wrt=self._wrt)
+        return self.tree, new_optimizer(self.tree, tx, self._wrt)
 
     def start(self, state: Any, plan: Plan) -> Components:
         nnx.update(self.tree, nnx.state(state[0]))

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from jax import core as jax_core
-from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_map_with_path
 
 from gshard._util.errors import GShardError
-from gshard._util.jaxpr import JIT, bind, called, evaluate
 from gshard._util.pytree import check_array, flatten, path_of
 from gshard.train_state.components import Kind
 from gshard.train_state.frozen import updated
+from gshard.train_state.initial import initial
 from gshard.train_state.linen import Linen
 
 
@@ -65,41 +62,9 @@ def as_state(state: Any) -> Any:
         trained = updated(params)
         for path, x in zip(*flatten(trained)[:2], strict=True):
             check_array(x, f"the parameter {path}")
-        fields: dict[str, Any] = {"apply_fn": None, "opt_state": _initial(tx, trained)}
+        fields: dict[str, Any] = {"apply_fn": None, "opt_state": initial(tx, trained)}
         return TrainState(step=0, params=params, tx=tx, **fields)
     return state
-
-
-def _initial(tx: Any, trained: Any) -> Any:
-    """Makes the optimizer's first state; constants are views on the host that take no memory.
-
-    Called as it is, `tx.init` compiles a program for every shape among the moments, and makes all
-    of them in full on one device.
-    """
-    leaves = jax.tree.leaves(trained)
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-        return jax.eval_shape(tx.init, trained)
-    if any(isinstance(x, jax_core.Tracer) for x in leaves) or any(
-        isinstance(x, jax.Array) and len(x.sharding.device_set) > 1 for x in leaves
-    ):  # zeros take the sharding of the parameters
-        return tx.init(trained)
-    try:
-        closed, shapes = jax.make_jaxpr(tx.init, return_shape=True)(trained)
-    except Exception:  # it reads values, or returns what is not an array
-        return tx.init(trained)
-    state = evaluate(closed.jaxpr, closed.consts, leaves, _on_host_where_constant)
-    return jax.tree.unflatten(jax.tree.structure(shapes), state)
-
-
-def _on_host_where_constant(eqn: Any, values: list[Any]) -> Sequence[Any]:
-    inner = called(eqn)
-    if eqn.primitive.name == JIT and inner is not None:
-        return evaluate(*inner, values, _on_host_where_constant)
-    if eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal):
-        (result,) = (v.aval for v in eqn.outvars)
-        if isinstance(result.dtype, np.dtype) and not result.weak_type:  # NumPy has no weak types
-            return [np.broadcast_to(np.asarray(values[0], result.dtype), result.shape)]
-    return bind(eqn, values)
 
 
 def is_optimizer(x: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -17,6 +18,7 @@ from gshard._util.jaxpr_dataflow import sources
 from gshard._util.pytree import check_unique, flatten, path_of
 from gshard._util.validation import check_takes, shown
 from gshard.train_state.components import Components, Kind, PureLoss
+from gshard.train_state.initial import initial
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,15 @@ class _NnxStatic:
 
     def rest(self, non_trainable: Mapping[str, Any]) -> Any:
         return jax.tree.unflatten(self.structure, [non_trainable[path] for path in self.paths])
+
+
+def new_optimizer(
+    model: nnx.Module, tx: optax.GradientTransformation, wrt: Any
+) -> nnx.Optimizer[Any]:
+    """Makes an optimizer that will be sharded: its zeros take no memory of the devices."""
+    made = nnx.Optimizer(model, tx._replace(init=partial(initial, tx)), wrt=wrt)
+    made.tx = tx
+    return made
 
 
 @dataclass(frozen=True)

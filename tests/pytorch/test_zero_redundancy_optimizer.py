@@ -16,6 +16,8 @@ from flax import nnx
 import gshard
 from examples import pytorch_zero
 from gshard._util.arrays import is_key
+from gshard.pytorch.parameters import parameters
+from gshard.train_state.kind import as_state
 from tests.ahead_of_time import found_by
 
 PARTITIONS = ["even", "greedy"]
@@ -1125,3 +1127,20 @@ def test_the_states_of_several_groups_and_of_other_optimizers():
     assert set(opt.state[0]) == {"square_avg", "momentum_buffer"}
     x = opt.state[-1 + len(paths)]["square_avg"]
     assert x.shape == jax.tree.leaves(two)[-1].shape and np.all(x > 0)
+
+
+def bytes_on_devices():
+    return sum(x.nbytes * len(x.sharding.device_set) for x in jax.live_arrays())
+
+
+def test_moments_are_not_made_in_full():
+    """Also with the replicated parameters of a `DataParallel`; a step count is on one device."""
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(4))
+    tree_of_it = nnx.as_pure(nnx.state(dp))
+    gc.collect()
+    before = bytes_on_devices()
+    pairs = [as_state((tree_of_it, optax.adam(0.1))), parameters(dp)[0].pair(optax.adam(0.1))]
+    assert bytes_on_devices() - before < 100
+    wanted = optax.adam(0.1).init(tree_of_it)
+    assert_equal(pairs[0].opt_state, wanted)
+    assert_equal(nnx.as_pure(pairs[1][1].opt_state), wanted)
