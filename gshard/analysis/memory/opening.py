@@ -106,7 +106,7 @@ class _Builder:
             elif name == "while":
                 outs = self._while(eqn, ins)
             elif name == "cond":
-                outs = self._cond(eqn, ins)
+                outs = self._cond(eqn, ins, inside)
             else:
                 outs = self._op(eqn, ins, inside)
             self.env.update(zip(eqn.outvars, outs, strict=True))
@@ -161,13 +161,15 @@ class _Builder:
                 )
         return outs
 
-    def _op(self, eqn: Any, ins: list[int], inside: bool) -> list[int]:
-        values = [
-            local_value(
-                v.aval, None if inside else out_factors(eqn, ins, v.aval, self.program.values)
-            )
+    def _results(self, eqn: Any, ins: list[int], inside: bool) -> list[Value]:
+        values = self.program.values
+        return [
+            local_value(v.aval, None if inside else out_factors(eqn, ins, v.aval, values))
             for v in eqn.outvars
         ]
+
+    def _op(self, eqn: Any, ins: list[int], inside: bool) -> list[int]:
+        values = self._results(eqn, ins, inside)
         if len(ins) > 1 and len(values) == 1 and eqn.primitive.name in _SIZE_1:
             ins = [self._wide(v, i, values[0], eqn) for v, i in zip(eqn.invars, ins, strict=True)]
         if self.platform in ("cpu", "gpu") and eqn.primitive.name in _MAJOR:
@@ -254,16 +256,13 @@ class _Builder:
         values = [local_value(v.aval) for v in eqn.outvars]
         return self._add("while", ins, values, eqn, bodies=[program.live()], carried=pairs)
 
-    def _cond(self, eqn: Any, ins: list[int]) -> list[int]:
+    def _cond(self, eqn: Any, ins: list[int], inside: bool) -> list[int]:
+        given = [None if i == FREE else self.program.values[i] for i in ins[1:]]
         bodies = [
-            self._body(branch, [None if i == FREE else self.program.values[i] for i in ins[1:]])
+            _built(branch, given, self.barriers, self.platform, inside).live()
             for branch in eqn.params["branches"]
         ]
-        values = [
-            local_value(v.aval, out_factors(eqn, ins, v.aval, self.program.values))
-            for v in eqn.outvars
-        ]
-        return self._add("cond", ins, values, eqn, bodies=[b.live() for b in bodies])
+        return self._add("cond", ins, self._results(eqn, ins, inside), eqn, bodies=bodies)
 
 
 def _text(eqn: Any) -> str:

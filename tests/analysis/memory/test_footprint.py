@@ -165,6 +165,24 @@ def test_equal_collectives_are_one():
     assert [op.name for op in ops].count("all_gather") == 1
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_branches_and_their_results_have_the_shapes_of_a_device(mapped):
+    mesh = abstract_mesh(8)
+
+    def function(x):
+        return jax.lax.cond(x[0, 0] > 0, jnp.sin, lambda x: jnp.cos(x) * 2, x)
+
+    if mapped:  # as the loss; the update of an optimizer is not
+        split = jax.P("shard")
+        function = jax.shard_map(function, mesh=mesh, in_specs=split, out_specs=split)
+    x = jax.ShapeDtypeStruct((64, 4), jnp.float32)
+    split = jax.NamedSharding(mesh, jax.P("shard"))
+    found = program_of(jax.make_jaxpr(function)(x), [split], True, "cpu")
+    (cond,) = (op for op in found.ops if op.name == "cond")
+    shapes = [body.values[i].shape for body in cond.bodies for op in body.ops for i in op.outs]
+    assert {*shapes, found.values[cond.outs[0]].shape} == {(8, 4)}
+
+
 @pytest.mark.parametrize(
     ("product", "left", "right", "copies"),
     [
