@@ -67,6 +67,17 @@ def _built(
     return program
 
 
+class _Free(int):
+    """`FREE`, and what tells this constant from others: its value, or the identity of its array."""
+
+    constant: Any
+
+    def __new__(cls, constant: Any) -> _Free:
+        found = super().__new__(cls, FREE)
+        found.constant = constant
+        return found
+
+
 class _Builder:
     """Builds a program from the equations of a jaxpr."""
 
@@ -76,12 +87,13 @@ class _Builder:
         self.known: dict[Any, list[int]] = {}
 
     def read(self, v: Any) -> int:
-        return FREE if isinstance(v, core.Literal) else self.env[v]
+        return _Free(_plain(v.val)) if isinstance(v, core.Literal) else self.env[v]
 
     def constants(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         for v, value in zip(variables, values, strict=True):
             one = isinstance(value, np.ndarray) and value.size == 1
-            self.env[v] = FREE if one or not v.aval.shape else self._constant(v.aval)
+            known = value.item() if one else id(value)
+            self.env[v] = _Free(known) if one or not v.aval.shape else self._constant(v.aval)
 
     def _constant(self, aval: Any) -> int:
         i = self.program.new(local_value(aval))
@@ -133,7 +145,7 @@ class _Builder:
         outs = {i: self.program.new(self.program.values[i]) for i in held}
         where = str(eqn.source_info.name_stack)
         self.program.ops.append(Op("optimization_barrier", held, list(outs.values()), {}, where))
-        return [outs.get(i, FREE) for i in ins]
+        return [outs.get(i, i) for i in ins]
 
     def _same(self, eqn: Any, ins: list[int]) -> list[int]:
         name = eqn.primitive.name
@@ -195,7 +207,7 @@ class _Builder:
         key = None
         # That it names a mesh axis is the one effect of a collective: equal ones are one.
         if not more and all(type(e).__name__ == "NamedAxisEffect" for e in eqn.effects):
-            key = (name, tuple(ins), _text(eqn), tuple(v.shape for v in values))
+            key = (name, tuple(ins), _text(eqn, ins), tuple(v.shape for v in values))
             if key in self.known:
                 return self.known[key]
         outs = [self.program.new(value) for value in values]
@@ -265,10 +277,9 @@ class _Builder:
         return self._add("cond", ins, self._results(eqn, ins, inside), eqn, bodies=bodies)
 
 
-def _text(eqn: Any) -> str:
+def _text(eqn: Any, ins: Sequence[int]) -> str:
     """Returns a text of everything in an equation that determines its result."""
-    literals = [_plain(v.val) if isinstance(v, core.Literal) else None for v in eqn.invars]
-    return repr((literals, eqn.params))
+    return repr(([getattr(i, "constant", None) for i in ins], eqn.params))
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
@@ -163,6 +164,18 @@ def test_equal_collectives_are_one():
     )  # fmt: skip
     ops = program(mapped, jax.ShapeDtypeStruct((8, 8), jnp.float32)).ops
     assert [op.name for op in ops].count("all_gather") == 1
+
+
+@pytest.mark.parametrize("constant", [float, jnp.float32, lambda x: np.array([x], "float32")])
+def test_what_differs_in_a_constant_alone_differs(constant):
+    scales = [constant(1), constant(2)]
+
+    def function(x):
+        twice = jax.jit(lambda x, scale: jnp.tanh(x * scale))
+        return [twice(x, scale) for scale in (scales[0], scales[1], scales[0])]
+
+    found = program(function, jax.ShapeDtypeStruct((8,), jnp.float32))
+    assert [op.name for op in found.ops].count("tanh") == 2
 
 
 @pytest.mark.parametrize("mapped", [False, True])
