@@ -45,7 +45,7 @@ from gshard.sharding.mesh import make_mesh
 from gshard.sharding.nodes import Nodes, nodes_of
 
 Say = Callable[[str], None]
-_FORMAT = 2  # of the results that are kept: those of another one are not read
+_FORMAT = 3  # of the results that are kept: those of another one are not read
 _TOO_LARGE = re.compile(
     r"\((?P<needs>[\d.]+[KMGT]?)\) exceeds available HBM|memory space hbm\. Used (?P<used>\S+) of"
 )

@@ -525,3 +525,21 @@ def test_long_constants_and_strings_do_not_confuse():
 def test_text_that_is_no_program(text):
     with pytest.raises(GShardError, match="not an HLO module"):
         read_program(text)
+
+
+LABELS = 'window={size=3x3}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv'
+CONVOLUTIONS = """HloModule m
+ENTRY main {
+  %x = f32[8,32,32,16]{3,2,1,0} parameter(0)
+  %kernel = f32[32,3,3,16]{3,2,1,0} parameter(1)
+  %grad = f32[8,16,16,32]{3,2,1,0} parameter(2)
+  %out = (f32[8,16,16,32]{3,2,1,0}, u8[0]{0}) custom-call(%x, %kernel), LABELSForward"
+  %dx = (f32[8,32,32,16]{3,2,1,0}, u8[0]{0}) custom-call(%grad, %kernel), LABELSBackwardInput"
+  ROOT %dk = (f32[32,3,3,16]{3,2,1,0}, u8[0]{0}) custom-call(%x, %grad), LABELSBackwardFilter"
+}
+""".replace("LABELS", LABELS)
+
+
+def test_flops_of_the_convolutions_of_cudnn():
+    """Each multiplies as often as the first, whose results are those that the stride leaves."""
+    assert read_program(CONVOLUTIONS).flops == 3 * 2 * (8 * 16 * 16 * 32) * (3 * 3 * 16)
