@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, warn
 from gshard.analysis.aot.target import Target
 from gshard.analysis.calibration import Calibration
 from gshard.analysis.config import Config
@@ -92,7 +92,11 @@ def advise(
 
     All options take the config's number of examples in a step. `cost_model` estimates the time,
     with `measured` rates if they are given. `report` is called with the number of options that are
-    done, that of all, and the best so far.
+    done, that of all, and the best so far. A warning counts the options that raise an error: they
+    are left out.
+
+    Raises:
+      GShardError: there is no target, or every option raises an error.
     """
     target = config.target
     if target is None:
@@ -120,19 +124,32 @@ def advise(
             setups[key] = without_arrays(made)
         return setups[key]
 
+    refused: list[GShardError] = []
+
+    def judge(option: Option) -> None:
+        setup, asked = setup_of(option), config.choices.reshard_after_forward is not True
+        try:
+            if asked or not _repeats(setup, target, option):
+                for verdict in _judged(setup, target, option, measured):
+                    found.append(verdict)  # one by one: the second may be refused
+        except GShardError as error:  # such as a loss that does not go with micro-batches
+            refused.append(error)
+
     for done, option in enumerate(options):
         say(done, len(options))
-        setup = setup_of(option)
-        if config.choices.reshard_after_forward is not True or not _repeats(setup, target, option):
-            found += _judged(setup, target, option, measured)
+        judge(option)
     # Replicas change neither activations nor arithmetic: only the best options are tried with them.
     best = best_of_each([x for x in ranked(found) if x.fits])
     replicated = [more for x in best for more in with_replicas(x.option, target)]
     total = len(options) + len(replicated)
     for done, option in enumerate(replicated, len(options)):
         say(done, total)
-        found += _judged(setup_of(option), target, option, measured)
+        judge(option)
     say(total, total)
+    if refused and not found:
+        raise refused[0]
+    if refused:
+        warn(f"options left out because they raise an error: {len(refused)}. First: {refused[0]}")
     return ranked(found)
 
 
@@ -196,14 +213,16 @@ def ranked(found: Sequence[Verdict]) -> list[Verdict]:
 
 def _judged(
     setup: TrainSetup, target: Target, option: Option, measured: Calibration | None
-) -> list[Verdict]:
+) -> Iterator[Verdict]:
     """The verdict on an option; if it does not fit, also with the optimizer state on the host."""
     first = _verdict(setup, target, option, measured)
+    yield first
     if first.fits or option.choices.offload or target.platform == "cpu":
-        return [first]
+        return
     offloaded = dataclasses.replace(option.choices, offload=True)
     second = _verdict(setup, target, dataclasses.replace(option, choices=offloaded), measured)
-    return [first, second] if second.host else [first]
+    if second.host:
+        yield second
 
 
 def _verdict(

@@ -385,6 +385,14 @@ def test_what_was_asked_for_is_kept():
     assert kept == {4}
 
 
+def test_an_option_of_its_own_that_is_refused_is_left_out():
+    """Sub-groups of 16 devices divide a shard group of 32 or 16, and none of 8."""
+    host = {"target": parse_target("h100:4x8"), "devices": 32, "levels": ("p_g_os",)}
+    config = config_of(choices=Choices(reshard_after_forward=16), **host)
+    with pytest.warns(gshard.GShardWarning, match="left out .*: 1. First: .* a divisor of 8"):
+        assert {x.option.replica for x in advise(config)} == {1, 2}
+
+
 def test_what_is_too_small_to_be_sharded_is_not_tried_both_ways(recwarn):
     """By name the two would be the same line twice, with a warning about what nobody asked for."""
     host = {"target": parse_target("h100:1x8"), "devices": 8, "levels": ("p_g_os",)}
