@@ -22,6 +22,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from gshard.analysis.aot.target import Target
 from gshard.analysis.calibration import Calibration
 from gshard.analysis.memory.program import FREE, Op, TracedProgram
@@ -140,7 +142,7 @@ def cost(
         stream, start = measured.memory_bandwidth, measured.collective_start or START
     return Cost(
         compute=sum(
-            count / (half if dtype.endswith("float16") else single)
+            count / (single if jnp.dtype(dtype).itemsize > 2 else half)
             for dtype, count in flops.items()
         ),
         memory=traffic / stream,
@@ -183,12 +185,18 @@ def flops_of(program: TracedProgram, recomputed: bool = True) -> dict[str, float
 
 def flops_of_op(op: Op, program: TracedProgram) -> float:
     """Returns the FLOPs of a matrix product or a convolution; 0 for any other operation."""
-    if op.name not in ("dot_general", "conv_general_dilated") or FREE in op.ins[:2]:
+    names = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+    if op.name not in names or FREE in op.ins[:2]:
         return 0
     left, right, out = (program.values[i] for i in (*op.ins[:2], op.outs[0]))
     if op.name == "dot_general":
         (dims, _), _ = op.params["dimension_numbers"]
         each = math.prod(left.shape[d] for d in dims)
+    elif op.name == "ragged_dot_general":  # every row is multiplied by the matrix of its group
+        of = op.params["ragged_dot_dimension_numbers"]
+        (_, summed), (_, batch) = of.dot_dimension_numbers
+        once = {*summed, *batch, *of.rhs_group_dimensions}
+        return 2.0 * left.size * math.prod(n for d, n in enumerate(right.shape) if d not in once)
     else:  # the kernel may still have its shape from before a reshape
         each = right.size // max(1, out.shape[op.params["dimension_numbers"].out_spec[1]])
     return 2.0 * out.size * each

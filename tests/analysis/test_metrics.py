@@ -329,6 +329,14 @@ def test_why_there_is_no_mfu_is_said_once(capsys):
     assert said[0].startswith("step 1  loss 1  grad norm ")
 
 
+def test_a_step_without_products_has_no_mfu(capsys):
+    state, plan, _ = make()
+    step = gshard.make_train_step(lambda p, b: b["loss"].mean() * p["w"].mean(), plan)
+    with gshard.Metrics(every=1, peak_flops=1e9) as metrics:
+        metrics.step(step(state, batch())[1])
+    assert capsys.readouterr().out.splitlines()[1] == "no MFU: the step multiplies no matrices"
+
+
 # ---- cost ---------------------------------------------------------------------------------------
 
 

@@ -294,7 +294,8 @@ def written(path, **changes):
 
 
 def test_measured_rates_replace_those_of_data_sheets():
-    args = ({"bfloat16": 6e14, "float32": 3e14}, 2 * 10**12, 1.0, 2.0, 10**12, 0, 4, 0, MEASURED)
+    flops = {"bfloat16": 4e14, "float8_e4m3fn": 2e14, "float32": 3e14}
+    args = (flops, 2 * 10**12, 1.0, 2.0, 10**12, 0, 4, 0, MEASURED)
     made = cost(parse_target("h100:1x8"), *args)
     assert made == Cost(2.0, 1.0, 1.0, 0.5, 2.0, 0.0, 2e-4)
     on_cpu = cost(parse_target("cpu:8"), *args)

@@ -236,7 +236,10 @@ class Metrics:
                 known[form] = found
             total += times * known[form]
             if not total and not why:
-                why = f"the peak of {kind_of(step)} is not known; peak_flops= gives it, in FLOP/s"
+                why = "the step multiplies no matrices"
+                if self._peak is None and chip_of_step(step) is None:
+                    why = f"the peak of {kind_of(step)} is not known; "
+                    why += "peak_flops= gives it, in FLOP/s"
         return total, why
 
     def _close(self, patience: float) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 from gshard._util.chips import Chip, chip_of
 from gshard.analysis.cost_model import flops_of
 from gshard.analysis.memory.footprint import PLATFORMS, device_program, trace_step
@@ -40,9 +42,9 @@ def seconds_at_peak(flops: Mapping[str, float], peak: Chip | float) -> float:
     """
     if not isinstance(peak, Chip):
         return sum(flops.values()) / peak
-    wide = ("float32", "float64", "complex64", "complex128")
     return sum(
-        count / (peak.float32 if dtype in wide else peak.bfloat16) for dtype, count in flops.items()
+        count / (peak.float32 if jnp.dtype(dtype).itemsize > 2 else peak.bfloat16)
+        for dtype, count in flops.items()
     )
 
 

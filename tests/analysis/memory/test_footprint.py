@@ -19,6 +19,7 @@ from benchmarks.footprint_held_out import HELD_OUT
 from benchmarks.footprint_models import CASES, Case, mlp
 from benchmarks.footprint_unseen import UNSEEN
 from gshard.analysis.aot.target import parse_target
+from gshard.analysis.cost_model import flops_of
 from gshard.analysis.memory.footprint import footprint, trace_step
 from gshard.analysis.memory.liveness import peak_of
 from gshard.analysis.memory.opening import program_of
@@ -136,6 +137,17 @@ def program(function, *arguments):
     """What one device runs of a function, on CPU."""
     closed = jax.make_jaxpr(function)(*arguments)
     return program_of(closed, [None] * len(arguments), True, "cpu")
+
+
+def test_flops_of_ragged_products():
+    """Forward, and backward to the rows and to the matrices: each row meets one of 4 matrices."""
+
+    def loss(rows, matrices):
+        return jnp.square(jax.lax.ragged_dot(rows, matrices, jnp.full(4, 16))).sum()
+
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 32), (4, 32, 48)))
+    found = flops_of(program(jax.grad(loss, (0, 1)), *shapes))
+    assert found == {"float32": 3 * 2 * 64 * 32 * 48}
 
 
 def test_a_scan_keeps_what_is_read_of_it():
