@@ -225,6 +225,8 @@ def test_integers_and_the_loss_scale_are_the_last_and_nested_values_have_paths()
                     "aux": {"accuracy": jnp.float32(n)},
                     "logits": jnp.ones((3, 3)),
                     "note": "text",
+                    "rng": jax.random.key(n),
+                    "large": 10**400 + n,
                 },
                 np.zeros((8, 5), np.int32),
                 number=7 + n,
@@ -232,7 +234,8 @@ def test_integers_and_the_loss_scale_are_the_last_and_nested_values_have_paths()
     ((number, row),) = rows
     assert number == 8
     assert (row["loss"], row["count"], row["loss_scale"], row["aux/accuracy"]) == (0.5, 1, 2, 0.5)
-    assert "logits" not in row and "note" not in row
+    assert not {"logits", "note", "rng"}.intersection(row)
+    assert row["large"] == 10**400 + 1
     assert row["tokens_per_second"] == pytest.approx(5 * row["examples_per_second"])
 
 

@@ -77,8 +77,8 @@ class Window:
         for name in dict.fromkeys(name for info in infos for name in info):
             has = [name in info for info in infos]
             values = np.array([info[name] for info in infos if name in info])
-            if values.dtype.kind in "iub" or name in _LAST:
-                found[name] = values[-1].item()
+            if values.dtype.kind in "iubO" or name in _LAST:  # O: Python's, above 64 bits
+                found[name] = values.tolist()[-1]
                 continue
             chosen = np.array(kept)[has]
             values = values[chosen] if chosen.any() else values
@@ -113,8 +113,15 @@ def scalars_of(info: Mapping[str, Any]) -> dict[str, Any]:
     return {
         path: x
         for path, x in zip(paths, leaves, strict=True)
-        if np.ndim(x) == 0 and np.dtype(getattr(x, "dtype", type(x))).kind in "iubfV"
+        if np.ndim(x) == 0 and _kind(x) in "iubfV"
     }
+
+
+def _kind(x: Any) -> str:
+    try:
+        return np.dtype(getattr(x, "dtype", type(x))).kind
+    except TypeError:  # not NumPy's, such as that of a random key
+        return "O"
 
 
 def sizes_of(batch: Any, tokens: int | None) -> tuple[int | None, int | None]:
