@@ -25,7 +25,7 @@ class Config:
     """A model (`module:function`), a machine and the options of a run, from a file or options.
 
     `devices` is None if neither has it. `vary` lists values that `gshard advise` may choose from,
-    by argument of the model's function.
+    by argument of the model's function; it keeps the keys in `given`, which the two name.
     """
 
     model: str
@@ -38,6 +38,7 @@ class Config:
     vary: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     sequence: int = 1
     expert: int = 1
+    given: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         check_kept_axis(self.expert, self.choices)
@@ -81,7 +82,9 @@ def read_config(
     config = _config_of(values, source)
     if config.model == source:
         return config
-    return dataclasses.replace(config, model=ModelOfFile(config.model, allow_import))
+    fixed = options or {}
+    vary = {name: tried for name, tried in config.vary.items() if f"arguments.{name}" not in fixed}
+    return dataclasses.replace(config, model=ModelOfFile(config.model, allow_import), vary=vary)
 
 
 def _from_file(source: str) -> dict[str, Any]:
@@ -175,4 +178,5 @@ def _config_of(values: dict[str, Any], where: str) -> Config:
         vary,
         check_integer("sequence", values.get("sequence", 1), 1, most=MOST_DEVICES),
         check_integer("expert", values.get("expert", 1), 1, most=MOST_DEVICES),
+        frozenset(values),
     )

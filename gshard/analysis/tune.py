@@ -125,12 +125,13 @@ def advise(
         return setups[key]
 
     refused: list[GShardError] = []
+    may_offload = target.platform != "cpu" and "offload" not in config.given
 
     def judge(option: Option) -> None:
         setup, asked = setup_of(option), config.choices.reshard_after_forward is not True
         try:
             if asked or not _repeats(setup, target, option):
-                for verdict in _judged(setup, target, option, measured):
+                for verdict in _judged(setup, target, option, measured, may_offload):
                     found.append(verdict)  # one by one: the second may be refused
         except GShardError as error:  # such as a loss that does not go with micro-batches
             refused.append(error)
@@ -140,7 +141,8 @@ def advise(
         judge(option)
     # Replicas change neither activations nor arithmetic: only the best options are tried with them.
     best = best_of_each([x for x in ranked(found) if x.fits])
-    replicated = [more for x in best for more in with_replicas(x.option, target)]
+    tried = [] if "replica" in config.given else best
+    replicated = [more for x in tried for more in with_replicas(x.option, target)]
     total = len(options) + len(replicated)
     for done, option in enumerate(replicated, len(options)):
         say(done, total)
@@ -212,12 +214,16 @@ def ranked(found: Sequence[Verdict]) -> list[Verdict]:
 
 
 def _judged(
-    setup: TrainSetup, target: Target, option: Option, measured: Calibration | None
+    setup: TrainSetup,
+    target: Target,
+    option: Option,
+    measured: Calibration | None,
+    may_offload: bool,
 ) -> Iterator[Verdict]:
     """The verdict on an option; if it does not fit, also with the optimizer state on the host."""
     first = _verdict(setup, target, option, measured)
     yield first
-    if first.fits or option.choices.offload or target.platform == "cpu":
+    if first.fits or option.choices.offload or not may_offload:
         return
     offloaded = dataclasses.replace(option.choices, offload=True)
     second = _verdict(setup, target, dataclasses.replace(option, choices=offloaded), measured)
@@ -316,10 +322,11 @@ def options_to_try(config: Config) -> Iterator[Option]:
     tried = [[(name, value) for value in values] for name, values in config.vary.items()]
     splits = [k for k in range(1, examples + 1) if examples % k == 0]
     for arguments, name in itertools.product(itertools.product(*tried), config.levels):
-        level, asked = LEVELS[name], chosen.reshard_after_forward
-        reshards = (
-            (True,) if not level.shards_params else (True, False) if asked is True else (asked,)
-        )
+        level, reshards = LEVELS[name], (chosen.reshard_after_forward,)
+        if not level.shards_params:
+            reshards = (True,)
+        elif reshards == (True,) and "reshard_after_forward" not in config.given:
+            reshards = (True, False)
         for k, reshard in itertools.product(splits, reshards):
             choices = dataclasses.replace(
                 chosen,

@@ -34,7 +34,7 @@ from gshard.analysis.tune import (
 from gshard.analysis.tune_report import advice_text
 from gshard.cli.main import main
 
-H100 = parse_target("h100:2x8")
+H100, KEPT = parse_target("h100:2x8"), ", kept for backward"
 WIDE = ("tests.setups:mlp", {"target": "h100:2x8", "arguments.width": 1024})
 
 
@@ -384,6 +384,27 @@ def test_what_was_asked_for_is_kept():
     assert {x.option.replica for x in found} == {2}
     kept = {x.option.choices.reshard_after_forward for x in found if x.option.level == "p_g_os"}
     assert kept == {4}
+
+
+def test_what_was_given_is_kept_though_it_is_the_default(tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text(
+        'model = "tests.setups:mlp"\ntarget = "h100:2x8"\nlevels = ["p_g_os"]\n'
+        "[arguments]\nwidth = 1024\n[vary]\nlayers = [2, 3]\n"
+    )
+
+    def kinds(**options):
+        found = advise(read_config(str(path), options))
+        return {(x.option.replica, x.option.extras_text) for x in found}
+
+    free = kinds()
+    assert free == {(r, f"layers {n}{k}") for r in (1, 2) for n in (2, 3) for k in ("", KEPT)}
+    assert kinds(replica=1) == {x for x in free if x[0] == 1}
+    assert kinds(reshard_after_forward=True) == {x for x in free if KEPT not in x[1]}
+    assert kinds(**{"arguments.layers": 2}) == {(r, k) for r in (1, 2) for k in ("", KEPT[2:])}
+    large = {"arguments.width": 100_000, "replica": 1, "reshard_after_forward": True}
+    assert kinds(**large) == {(1, f"layers {n}{x}") for n in (2, 3) for x in ("", ", offload")}
+    assert kinds(**large, offload=False) == {(1, "layers 2"), (1, "layers 3")}
 
 
 def test_an_option_of_its_own_that_is_refused_is_left_out():
