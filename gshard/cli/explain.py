@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from gshard._util.cgroup import contents, memory_limit
+from gshard._util.errors import GShardError, some
 from gshard._util.text import bytes_of
 from gshard._util.validation import check_integer
 from gshard.analysis.config import Config
@@ -27,6 +28,8 @@ The state is made for real, one level after the other, on this computer's accele
 virtual CPU devices if there are too few. Where it does not fit, or with --abstract, nothing is made
 and nothing is measured. For a state that trains: gshard.explain(state)."""
 
+_OF_THE_STEP = ("accumulate", "reshard_after_forward", "micro_batch_size")
+
 
 def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
@@ -40,6 +43,12 @@ def main(words: list[str]) -> int:
 
 def _explain(given: Namespace, config: Config) -> Answer:
     most = check_integer("--most", value_of(given.most), 1)
+    unused = [f"--{x}" for x in _OF_THE_STEP if x in given]
+    if unused:
+        raise GShardError(
+            f"gshard explain takes no {some(unused)}: it is about the state, and compares all ways "
+            "to accumulate gradients. Leave that out, or ask gshard plan."
+        )
     data, texts = {}, []
     for level, setup, mesh in levels_here(config, "explain", "making the state on"):
         state, plan = sharded_setup(setup, mesh, level, config.choices)

@@ -195,6 +195,13 @@ def test_what_cannot_be_asked(folder, capsys, command):
     assert ended.value.code == 2 and "name a CONFIG" in capsys.readouterr().err
 
 
+def test_explain_takes_no_options_of_the_step_alone(folder, capsys):
+    words = ("--accumulate", "local", "--micro-batch-size", 2)
+    code, out, err = asked(capsys, "explain", "my.toml", *words)
+    assert code == 2 and not out
+    assert "explain takes no --accumulate, --micro_batch_size: it is about the state" in err
+
+
 @pytest.mark.parametrize("most", ["0", "all"])
 def test_how_many_arrays_is_a_whole_number(folder, capsys, most):
     code, out, err = asked(capsys, "explain", "my.toml", "--most", most)
