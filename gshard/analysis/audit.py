@@ -130,7 +130,7 @@ def collective_rows(
                 axes,
                 array.dtype,
                 purpose,
-                purpose == "scalar" or array.elements == 1,
+                purpose == "scalar" or _is_scalar(combined.kind, purpose, array),
             )
             apart.setdefault(key, []).append(array)
         for key, arrays in apart.items():
@@ -153,6 +153,12 @@ def collective_rows(
         for key, members in grouped.items()
     ]
     return tuple(sorted(rows, key=lambda row: (row.scalar, -(row.wire_bytes or 0))))
+
+
+def _is_scalar(kind: str, purpose: str, array: Array) -> bool:
+    """Whether one element is a loss, a norm or the like, not a device's shard of an array."""
+    of_the_state = purpose in ("gather", "scatter", "reduce", "update", "non_trainable")
+    return array.elements == 1 and kind != "all-gather" and not of_the_state
 
 
 def _axes(collective: Collective, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:

@@ -33,7 +33,7 @@ class CollectiveRow:
         Others': `user` (the user's own function, such as a synchronised BatchNorm), `optimizer`
         (norms, factored moments and matrix products of the user's optimizer) and `compiler` (what
         else XLA inserted).
-      scalar: whether all operands have one element, or are a few scalars in one vector.
+      scalar: whether it transfers a loss, a norm or a few of them, and nothing of an array.
       count: number of collectives in the program's text.
       asynchronous: how many of these overlap with computation.
       conditional: whether some are in a branch that not every run takes.

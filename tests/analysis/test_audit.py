@@ -404,3 +404,23 @@ def test_a_backend_without_text():
 def test_a_function_that_is_not_jitted():
     with pytest.raises(GShardError, match=r"'function'.*jax\.jit or nnx\.jit"):
         audit(train, *train_arguments())
+
+
+@pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
+def test_one_element_of_an_array_on_a_device_is_no_scalar():
+    params = {"w": jnp.ones(8), "scale": jnp.ones(())}
+    state, plan = gshard.shard_train_state(
+        (params, optax.sgd(0.1)), gshard.make_mesh(), "os", min_shard_size=0
+    )
+    step = gshard.make_train_step(lambda p, x: p["scale"] * (p["w"].sum() * x).mean(), plan)
+    found = audit(step, state, np.ones((16, 4), np.float32))
+    for kind in (AG, RS, AR):
+        assert found.elements(kind) == found.budget.elements(kind)
+
+
+def test_a_gather_of_one_element_from_each_device_can_be_over_budget():
+    mesh = gshard.make_mesh()
+    whole = jax.jit(lambda w: w * 2, out_shardings=NamedSharding(mesh, P()))
+    w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("shard")))
+    found = audit(whole, w, budget=Budget("dp", 8, {}, ()))
+    assert found.exceeded == ("all-gather for compiler: the budget is 0 elements, found 8",)
