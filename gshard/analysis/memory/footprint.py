@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -107,7 +107,11 @@ def exchanges_of(program: TracedProgram, nodes: Nodes, wide: bool) -> tuple[Exch
       wide: whether the compiler transfers 16-bit values as float32.
     """
     rows: dict[tuple[str, str, int, bool, Fraction], list[int]] = defaultdict(lambda: [0, 0, 0])
-    for op, where, times in _collectives(program, 1):
+
+    def sent(body: TracedProgram) -> int:
+        return sum(row.wire_bytes for row in exchanges_of(body, nodes, wide))
+
+    for op, where, times in _collectives(program, 1, sent):
         kind, (group, share) = COLLECTIVES[op.name], _group_of(op, nodes)
         for i in op.outs if kind == "all-gather" else op.ins:
             if group == 1 or i == FREE:
@@ -127,14 +131,18 @@ def exchanges_of(program: TracedProgram, nodes: Nodes, wide: bool) -> tuple[Exch
     return tuple(found)
 
 
-def _collectives(program: TracedProgram, times: int) -> Iterator[tuple[Op, TracedProgram, int]]:
-    """Yields each collective, the program that contains it, and how often it runs."""
+def _collectives(
+    program: TracedProgram, times: int, sent: Callable[[TracedProgram], int]
+) -> Iterator[tuple[Op, TracedProgram, int]]:
+    """Yields each collective, the program that contains it, and how often it runs.
+
+    Of branches these are the collectives of the one for which `sent` gives most.
+    """
     for op in program.ops:
         if op.name in COLLECTIVES:
             yield op, program, times
         if op.bodies:
-            body = max(op.bodies, key=lambda body: len(list(_collectives(body, 1))))
-            yield from _collectives(body, times * op.trips)
+            yield from _collectives(max(op.bodies, key=sent), times * op.trips, sent)
 
 
 def _group_of(op: Op, nodes: Nodes) -> tuple[int, Fraction]:
@@ -185,7 +193,8 @@ class Footprint:
       flops: FLOPs of matrix products and convolutions, by dtype (`cost_model.flops_of`).
       traffic: bytes that kernels read from the device's memory and write to it, for a roofline.
       collectives: those written in the step. What XLA adds to an update in the global view, such as
-        for an optimizer's matrix products, is not among them.
+        for an optimizer's matrix products, is not among them. A loop of unknown length counts once,
+        and of branches the one that sends most.
     """
 
     arguments: int

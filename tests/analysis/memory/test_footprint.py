@@ -20,10 +20,11 @@ from benchmarks.footprint_models import CASES, Case, mlp
 from benchmarks.footprint_unseen import UNSEEN
 from gshard.analysis.aot.target import parse_target
 from gshard.analysis.cost_model import flops_of
-from gshard.analysis.memory.footprint import footprint, trace_step
+from gshard.analysis.memory.footprint import exchanges_of, footprint, trace_step
 from gshard.analysis.memory.liveness import peak_of
 from gshard.analysis.memory.opening import program_of
 from gshard.analysis.memory.products import with_canonical_products
+from gshard.sharding.nodes import nodes_of
 from tests.ahead_of_time import printed_for
 from tests.tiers import quick
 
@@ -206,6 +207,24 @@ def test_branches_and_their_results_have_the_shapes_of_a_device(mapped):
     (cond,) = (op for op in found.ops if op.name == "cond")
     shapes = [body.values[i].shape for body in cond.bodies for op in body.ops for i in op.outs]
     assert {*shapes, found.values[cond.outs[0]].shape} == {(8, 4)}
+
+
+def test_of_branches_the_one_counts_that_sends_most():
+    def often(x):
+        return jax.lax.psum(jax.lax.psum(x[:1], "shard") * 2, "shard") * x
+
+    def much(x):
+        return jax.lax.psum(x, "shard")
+
+    mesh, split = abstract_mesh(8), jax.P("shard")
+    function = jax.shard_map(
+        lambda x: jax.lax.cond(x[0] > 0, often, much, x),
+        mesh=mesh, in_specs=split, out_specs=split, check_vma=False,
+    )  # fmt: skip
+    closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((64,), jnp.float32))
+    found = program_of(closed, [jax.NamedSharding(mesh, split)], True, "cpu")
+    rows = exchanges_of(found, nodes_of(mesh, None), wide=True)
+    assert [(row.kind, row.count, row.elements) for row in rows] == [("all-reduce", 1, 8)]
 
 
 @pytest.mark.parametrize(
