@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError
+from gshard._util.jaxpr import COLLECTIVES
 from gshard._util.tracebacks import short_traceback
 from gshard.analysis.audit_report import Audit, CollectiveRow, sum_known
 from gshard.analysis.hlo import Array, Collective, CompiledProgram, read_program
@@ -21,9 +22,7 @@ from gshard.train.global_loss.transfers import NEEDED_BY
 
 _SCOPE = re.compile(r"\bgshard/(\w+)")
 # A user's own collective: the name of its primitive is the end of its name stack.
-_WRITTEN = re.compile(
-    r"/(psum|psum_invariant|pmax|pmin|all_gather|reduce_scatter|all_to_all|ppermute)$"
-)
+_WRITTEN = re.compile(f"/({'|'.join(COLLECTIVES)})$")
 _USES = ("argument", "output", "alias", "temp")
 _MEMORY = {use: f"{use}_size_in_bytes" for use in (*_USES, *(f"host_{use}" for use in _USES))}
 _MEMORY["peak"] = "peak_memory_in_bytes"

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard._util.errors import GShardError
-from gshard.analysis.audit import audit
+from gshard.analysis.audit import audit, collective_rows
+from gshard.analysis.hlo import read_program
 from gshard.sharding.budget import Budget, Traffic
 
 AG, RS, AR = "all-gather", "reduce-scatter", "all-reduce"
@@ -404,6 +405,21 @@ def test_a_backend_without_text():
 def test_a_function_that_is_not_jitted():
     with pytest.raises(GShardError, match=r"'function'.*jax\.jit or nnx\.jit"):
         audit(train, *train_arguments())
+
+
+WRITTEN = """HloModule m
+ENTRY main {
+  x = f32[4] parameter(0)
+  ROOT y = f32[8] all-gather(x), replica_groups={{0,1}}, dimensions={0}, metadata={op_name="OP"}
+}
+"""
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_gather_invariant", "pbroadcast", "copy"])
+def test_what_a_user_writes_is_the_users(name):
+    text = WRITTEN.replace("OP", f"jit(f)/shard_map/{name}")
+    (row,) = collective_rows(read_program(text), None)
+    assert row.purpose == ("compiler" if name == "copy" else "user")
 
 
 @pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")

@@ -246,7 +246,7 @@ def _cached(lowered: jax.stages.Lowered, target: Target, paths: Mapping[str, str
     """
     names = _NAMED.findall(lowered.as_text(debug_info=True))
     of = (_FORMAT, lowered.as_text(), names, target.text, target.chip.usable, paths, versions(),
-          os.environ.get("XLA_FLAGS"))  # fmt: skip
+          os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS"))  # fmt: skip
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError:  # a user without an entry in the password database

@@ -71,7 +71,7 @@ def test_a_step_end_to_end():
     assert purposes["gather"] == found["wire_bytes"]["all-gather"]
 
 
-def test_an_answer_is_kept_by_program(tmp_path):
+def test_an_answer_is_kept_by_program(tmp_path, monkeypatch):
     stages = []
     first = compile_for(CPU)
     assert len(list((tmp_path / "cache" / "gshard" / "compiled").iterdir())) == 1
@@ -81,6 +81,8 @@ def test_an_answer_is_kept_by_program(tmp_path):
     renamed = compile_for(CPU | {"arguments": {"scope": "tower"}})
     assert not renamed.get("cached") and renamed["needs"] == first["needs"]
     assert any("tower" in x["what"] for x in renamed["largest"])
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_of_a_tpu=1")
+    assert not compile_for(CPU).get("cached")
 
 
 @pytest.mark.slow
