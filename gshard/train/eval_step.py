@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard._util.arguments import named_arguments
+from gshard._util.arrays import at_least_float32
 from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError, place_of, some, warn
 from gshard._util.in_flight import limit_in_flight
@@ -227,7 +228,7 @@ def _over_devices(x: Any, examples: int, plan: Plan) -> tuple[jax.Array, bool]:
         return reduce_sums(as_sums(x, jnp.float32(1)), shards, axes), True
     x = jnp.asarray(x)
     if not x.ndim and jnp.issubdtype(x.dtype, jnp.floating):
-        return reduce_scalar(x, axes) / shards, True
+        return (reduce_scalar(at_least_float32(x), axes) / shards).astype(x.dtype), True
     if x.ndim and x.shape[0] == examples:
         return x, False
     raise GShardError(

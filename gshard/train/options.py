@@ -8,13 +8,13 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from gshard._util.errors import GShardError, did_you_mean, warn
+from gshard._util.errors import GShardError, did_you_mean, some, warn
 from gshard._util.validation import check_integer, flag, shown
 from gshard.sharding.budget import accumulation, budget, resharding
 from gshard.sharding.level import Accumulate
 from gshard.sharding.plan import Plan
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
-from gshard.train_state.nonfinite import GradScaler, treats_nonfinite
+from gshard.train_state.nonfinite import GradScaler, treats_nonfinite, untreated_groups
 
 MAX_BAD_STEPS = 10
 
@@ -97,6 +97,12 @@ def skips_nonfinite(plan: Plan, options: TrainStepOptions) -> bool:
     skips = options.skip_nonfinite
     if skips is None:
         skips = scaler or not treats_nonfinite(plan.opt_state)
+        if not skips and (groups := untreated_groups(plan.opt_state)):
+            warn(
+                "the optimizer treats non-finite gradients itself in some groups of "
+                f"optax.partition, and not in {some(groups)}: a NaN there stays for ever. Pass "
+                "skip_nonfinite=True, or wrap all groups in optax.apply_if_finite."
+            )
     if skips:
         return True
     if scaler:

@@ -7,6 +7,7 @@ those of Paddle's `GradScaler`.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -195,13 +196,33 @@ class GradScaler:
 
 def treats_nonfinite(opt_state: Any) -> bool:
     """Whether the optimizer of this state treats non-finite gradients itself."""
+    return any(map(_treats, jax.tree.leaves(opt_state, is_leaf=_treats)))
 
-    def treats(x: Any) -> bool:
-        if isinstance(x, optax.MultiStepsState):  # with should_skip_update_fn=
-            return bool(jax.tree.leaves(x.skip_state))
-        return isinstance(x, (optax.ApplyIfFiniteState, optax.ZeroNansState))
 
-    return any(map(treats, jax.tree.leaves(opt_state, is_leaf=treats)))
+def untreated_groups(opt_state: Any) -> list[str]:
+    """Names the groups of `optax.partition` that get non-finite gradients which others treat.
+
+    A group without a state, such as one that is frozen, is not among them.
+    """
+
+    def stops(x: Any) -> bool:
+        return _treats(x) or isinstance(x, optax.PartitionState)
+
+    outer = jax.tree.leaves(opt_state, is_leaf=stops)
+    if any(map(_treats, outer)):  # for all groups
+        return []
+    groups = [x.inner_states.items() for x in outer if isinstance(x, optax.PartitionState)]
+    return [
+        str(name)
+        for name, inner in itertools.chain(*groups)
+        if jax.tree.leaves(inner) and not treats_nonfinite(inner)
+    ]
+
+
+def _treats(x: Any) -> bool:
+    if isinstance(x, optax.MultiStepsState):  # with should_skip_update_fn=
+        return bool(jax.tree.leaves(x.skip_state))
+    return isinstance(x, (optax.ApplyIfFiniteState, optax.ZeroNansState))
 
 
 LATE = 2  # number of steps that a run may be ahead of the last guard that was checked

@@ -345,3 +345,39 @@ def test_a_field_may_be_named_like_an_argument(name):
     )
     wanted = scope["loss"]({"w": weights}, x, **{name: np.arange(3.0)})
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
+
+
+def looped(p, x):
+    return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["w"])[0]
+
+
+def recomputed(p, x):
+    return jax.checkpoint(lambda x, w: jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]))(x, p["w"])
+
+
+@pytest.mark.parametrize("of", [looped, recomputed])
+@pytest.mark.parametrize(("level", "k"), [("dp", 1), ("os", 1), ("p_g_os", 1), ("p_g_os", 2)])
+def test_what_it_returns_can_be_differentiated(level, k, of):
+    """As for a gradient penalty, or a step through the gradient of an inner loop."""
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(2, 6, 6)), "v": rng.normal(size=6)}
+    params = jax.tree.map(jnp.float32, params)
+    x = rng.normal(size=(6, 6)).astype(np.float32)
+
+    def loss(p, x):
+        return jnp.square(of(p, x) @ p["v"] - x[:, 0]).mean()
+
+    def penalty(value_and_grad):
+        value, grads = value_and_grad
+        return value + sum(jnp.square(g).sum() for g in jax.tree.leaves(grads))
+
+    mesh = gshard.make_mesh(devices=jax.devices()[:3])
+    state, plan = gshard.shard_train_state(
+        (params, optax.sgd(0.1)), mesh, level, min_shard_size=0, scan_axes={"w": 0}
+    )
+    gradient = gshard.value_and_grad(loss, plan, micro_batches=k)
+    found = jax.jit(jax.grad(lambda p: penalty(gradient(p, x))))(state.params)
+    wanted = jax.grad(lambda p: penalty(jax.value_and_grad(loss)(p, x)))(params)
+    for name, x in wanted.items():
+        unpadded = np.asarray(found[name])[tuple(map(slice, x.shape))]
+        np.testing.assert_allclose(unpadded, x, rtol=1e-4, atol=1e-5 * np.abs(x).max())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from typing import Any
 
 import jax
@@ -455,3 +456,21 @@ def test_a_norm_that_overflows_counts_as_not_finite():
     state, metrics = step(state, batch())
     assert int(metrics["skipped_steps"]) == 1 and not np.isfinite(metrics["grad_norm"])
     np.testing.assert_array_equal(gshard.full_params(state)["w"], before)
+
+
+def test_groups_that_nothing_protects_from_nan_are_named():
+    def warned(tx):
+        state = {"a": np.ones(4), "b": np.ones(4)}, tx
+        _, plan = gshard.shard_train_state(state, gshard.make_mesh(), "os", min_shard_size=0)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            gshard.make_train_step(lambda p, b: b.sum() * (p["a"] + p["b"]).sum(), plan)
+        return " ".join(str(x.message) for x in said)
+
+    guarded, labels = optax.apply_if_finite(optax.adam(0.1), 3), {"a": "x", "b": "y"}
+    parts = optax.partition({"x": guarded, "y": optax.adam(0.1)}, labels)
+    assert "and not in y: a NaN there stays for ever" in warned(parts)
+    assert not warned(optax.apply_if_finite(parts, 3))
+    assert not warned(optax.partition({"x": guarded, "y": guarded}, labels))
+    assert not warned(optax.partition({"x": guarded, "y": optax.set_to_zero()}, labels))
+    assert not warned(optax.partition(dict.fromkeys("xy", optax.adam(0.1)), labels))

@@ -25,13 +25,18 @@ def mean_over_devices(tree: Any, group: Group, first: bool = False) -> Any:
 
         def agreed(leaves: list[jax.Array]) -> list[jax.Array]:
             means = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-            sums = reduce_leaves([leaves[i] for i in means], group.axes, BUCKET_SIZE, "agree")
+            wide = [x if first else _wide(x) for x in (leaves[i] for i in means)]
+            sums = reduce_leaves(wide, group.axes, BUCKET_SIZE, "agree")
             for i, x in zip(means, sums, strict=True):
-                leaves[i] = (x / share).astype(x.dtype)
+                leaves[i] = (x / share).astype(leaves[i].dtype)
             return [x if i in means else extreme(x, group.axes) for i, x in enumerate(leaves)]
 
         leaves = on_model_axes(agreed, leaves, [jax.P()] * len(leaves), group)
     return jax.tree.unflatten(structure, leaves)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))  # a sum of float16 overflows
 
 
 def max_over_devices(tree: Any, group: Group) -> Any:

@@ -250,19 +250,14 @@ def _scatter_gradients(
     cotangents: tuple[list[jax.Array], jax.Array],
 ) -> tuple[list[Any], list[Any], None, jax.Array]:
     full, token = cotangents
-    # The stored shards are never differentiated; their cotangents are dead code.
-    nothing = [
-        None if s.keeps_packed else jnp.zeros(s.kept_shape, c.dtype)
-        for s, c in zip(specs, full, strict=True)
-    ]
     grads = [
         c.astype(s.reduced.dtype) if s.converts else c for s, c in zip(specs, full, strict=True)
     ]
     layouts = [spec.reduced for spec in specs]
     if layouts[0].dim is None:
-        return nothing, grads, None, token
+        return _cotangents_of_kept(specs, full), grads, None, token
     if specs[0].purpose == "non_trainable":  # frozen: nobody reads the gradient
-        return nothing, [None] * len(grads), None, token
+        return _cotangents_of_kept(specs, full), [None] * len(grads), None, token
     if len(specs) > 1:
         shards = scatter_bucket(grads, layouts, seed)
     else:
@@ -275,7 +270,28 @@ def _scatter_gradients(
         shards = jax.lax.optimization_barrier(shards)
     if scope.saves:
         scope.scattered.append(shards[0])
-    return nothing, shards, None, token
+    return _cotangents_of_kept(specs, full, shards), shards, None, token
+
+
+def _cotangents_of_kept(
+    specs: Sequence[GatherSpec], full: Sequence[jax.Array], shards: Sequence[jax.Array] = ()
+) -> list[jax.Array | None]:
+    """Returns the cotangents of the stored shards; `shards` are those of the gradients, if known.
+
+    They are read only where the user differentiates what `value_and_grad` returns, and else dead
+    code. NaN stands for a derivative that would need another collective.
+    """
+    found: list[jax.Array | None] = []
+    for i, (spec, cotangent) in enumerate(zip(specs, full, strict=True)):
+        if spec.keeps_packed:
+            found.append(None)
+        elif spec.stored.dim is None:
+            found.append(cotangent)
+        elif shards and shards[i].shape == spec.kept_shape:
+            found.append(shards[i].astype(cotangent.dtype))
+        else:
+            found.append(jnp.full(spec.kept_shape, jnp.nan, cotangent.dtype))
+    return found
 
 
 _gather_and_scatter.defvjp(_forward, _scatter_gradients)
