@@ -105,6 +105,10 @@ def spent_on(what: str, items: Iterator[T]) -> Iterator[T]:
         yield item
 
 
+class calling(doing):
+    """A context of a call that returns at once, unless XLA:CPU runs it in this thread."""
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """A call whose result the devices compute after it has returned."""

@@ -151,7 +151,8 @@ def advise(
     if refused and not found:
         raise refused[0]
     if refused:
-        warn(f"options left out because they raise an error: {len(refused)}. First: {refused[0]}")
+        what = "options raise an error and are" if refused[1:] else "option raises an error and is"
+        warn(f"{len(refused)} {what} left out. The first error: {refused[0]}")
     return ranked(found)
 
 

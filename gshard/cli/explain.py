@@ -46,8 +46,8 @@ def _explain(given: Namespace, config: Config) -> Answer:
     unused = [f"--{x}" for x in _OF_THE_STEP if x in given]
     if unused:
         raise GShardError(
-            f"gshard explain takes no {some(unused)}: it is about the state, and compares all ways "
-            "to accumulate gradients. Leave that out, or ask gshard plan."
+            f"gshard explain does not use {some(unused)}: it reports on the state, for every way "
+            "to accumulate gradients. Leave out these options, or use gshard plan."
         )
     data, texts = {}, []
     for level, setup, mesh in levels_here(config, "explain", "making the state on"):

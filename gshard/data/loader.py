@@ -156,6 +156,12 @@ class DataLoader:
         self._iteration = 0  # how often an iteration began, or a state was loaded
         self._is_restored = False  # and no iteration began since
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name != "_reading"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _reading=threading.Lock())
+
     def _warn_of_unread(self, size: int) -> None:
         left = self._source.length % size
         if not left:

@@ -28,7 +28,7 @@ def map_ahead(
 
     An error is raised when its item is due. When the iterator is dropped, the thread ends after its
     current item, or where `work` calls its second argument, which raises a `StoppedError` then. It
-    is a daemon, so that a script that fails does not wait for it.
+    is a daemon: a script that ends waits at most 10 s for it.
     """
     if not most:
         for item in items:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from gshard._util import activity
-from gshard._util.activity import Call, Place, at, doing, handled
+from gshard._util.activity import Call, Place, at, calling, doing, handled
 from gshard._util.errors import GShardError, some
 from gshard._util.events import last_step, tell
 from gshard.distributed import unfinished
@@ -140,9 +140,10 @@ class Watchdog:
                 continue
             groups = await self._member.ask() if self._member is not None else []
             usual = _LONG_STEP * self._devices.longest
+            is_call = isinstance(wait.what_runs, Call | calling)
             if self._ends(wait, groups):
                 await self._end_all(wait, groups)
-            elif len(groups) == 1 and isinstance(wait.what_runs, Call) and wait.seconds < usual:
+            elif len(groups) == 1 and is_call and wait.seconds < usual:
                 self._due[wait.what_runs] = usual  # all are in a call that takes long
             elif wait.seconds >= due:
                 self._due[wait.what_runs] = wait.seconds + max(_AGAIN, wait.seconds)

@@ -350,8 +350,8 @@ def sum_before(one: MicroBatchLoss, given: DeviceInputs) -> None:
     batch = one.global_batch
     while batch.micro_batches > 1:
         try:
-            partial = _sum(one.next_sum, one, given)
-            batch.known.append(reduce_scalar(partial, batch.axes))
+            total = _sum(one.next_sum, one, given)
+            batch.known.append(reduce_scalar(total, batch.axes))
         except NothingToSumError:
             return
 

@@ -100,8 +100,8 @@ def skips_nonfinite(plan: Plan, options: TrainStepOptions) -> bool:
         if not skips and (groups := untreated_groups(plan.opt_state)):
             warn(
                 "the optimizer treats non-finite gradients itself in some groups of "
-                f"optax.partition, and not in {some(groups)}: a NaN there stays for ever. Pass "
-                "skip_nonfinite=True, or wrap all groups in optax.apply_if_finite."
+                f"optax.partition, and not in {some(groups)}: a NaN there ruins its parameters for "
+                "good. Pass skip_nonfinite=True, or wrap all groups in optax.apply_if_finite."
             )
     if skips:
         return True

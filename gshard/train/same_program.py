@@ -16,7 +16,7 @@ from jax import core
 from jax.sharding import Mesh
 
 from gshard._util import events
-from gshard._util.activity import called, doing
+from gshard._util.activity import called, calling, doing
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import user_line
 from gshard._util.jaxpr_text import lines_of, plain
@@ -56,7 +56,7 @@ class ProgramCheck:
         self._mesh = plan.mesh if isinstance(plan.mesh, Mesh) else None
         self._last: tuple[Any, Any, int] = (None, None, 0)
         self._seen: dict[Any, int] = {}
-        self._is_new, self._calls = False, 0
+        self._is_new, self._is_traced, self._calls = False, False, 0
 
     def __call__(
         self, structure: Any, arguments: Any, trace: Callable[[], jax.stages.Traced]
@@ -72,7 +72,8 @@ class ProgramCheck:
         if not self._is_on:
             return 0
         leaves, tree = jax.tree.flatten(arguments)
-        if any(isinstance(x, core.Tracer) for x in leaves):
+        self._is_traced = any(isinstance(x, core.Tracer) for x in leaves)
+        if self._is_traced:
             return 0
         form = tree, [(x.shape, x.dtype) if hasattr(x, "dtype") else type(x) for x in leaves]
         if self._last[0] is structure and self._last[1] == form:
@@ -117,10 +118,10 @@ class ProgramCheck:
         return results
 
     def _noted(self) -> doing:
-        if self._is_new:
+        if self._is_new or self._is_traced:
             return doing(f"compiling {self._what}")
         # It returns at once, but XLA:CPU runs a very small program in this thread.
-        return doing(f"call {self._calls + 1} of {self._what}", waits=True, mesh=self._mesh)
+        return calling(f"call {self._calls + 1} of {self._what}", waits=True, mesh=self._mesh)
 
 
 def _smallest(results: Any) -> jax.Array | None:

@@ -90,8 +90,8 @@ def value_and_grad(
       device and micro-batch where `loss_semantics` says so. With `sync=False` the loss has the
       shape `(devices,)`: that of each device with `"per_device"`, otherwise only its terms, of
       which `reduce_gradients` makes the loss. It returns aux as well. What it returns can be
-      differentiated, as for a gradient penalty; with `reshard_after_forward=n`, and by sharded
-      frozen parameters, derivatives under `jax.checkpoint` or in a scan are NaN.
+      differentiated, as for a gradient penalty. Under `jax.checkpoint` or in a scan, derivatives
+      are NaN with `reshard_after_forward=n`, and with respect to sharded frozen parameters.
 
     Raises:
       GShardError: an option is not valid; at the call, the batch or state does not fit the plan.

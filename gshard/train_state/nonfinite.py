@@ -202,7 +202,7 @@ def treats_nonfinite(opt_state: Any) -> bool:
 def untreated_groups(opt_state: Any) -> list[str]:
     """Names the groups of `optax.partition` that get non-finite gradients which others treat.
 
-    A group without a state, such as one that is frozen, is not among them.
+    A group without a state (frozen, or of plain SGD) is not among them.
     """
 
     def stops(x: Any) -> bool:

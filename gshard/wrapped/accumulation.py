@@ -101,6 +101,7 @@ class Accumulation:
         self._depth = 0
         self._sizes = {"bucket_size": bucket_size, "end_bucket_size": end_bucket_size}
         self._options = options
+        self._free: Any = lambda: None
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
@@ -113,7 +114,9 @@ class Accumulation:
         self._of_loss: dict[Any, OnModel] = {}
         self.forward: OnModel = OnModel(self._phases.forward, wrt)
         # The class of the model has it too, and JAX's registry of pytrees keeps classes for ever.
-        weakref.finalize(self, self.forward.clear).atexit = False
+        self._free()
+        self._free = weakref.finalize(self, self.forward.clear)
+        self._free.atexit = False
         self._settle = OnModel(self._phases.settle, wrt)
         self._reduce = nnx.jit(self._phases.reduce)
         self._unscale = nnx.jit(compiled_fns.unscale)
@@ -336,8 +339,8 @@ class Accumulation:
             if not alike:
                 warn(
                     f"backward was given more than {MANY} losses. The {MANY} that were used last "
-                    "are kept compiled; an older one is compiled again when it comes back. Make "
-                    "them one function, with what differs in the batch."
+                    "are kept compiled; an older one is compiled again when it comes back. "
+                    "Combine them into one function, and put what differs into the batch."
                 )
         check = ProgramCheck(self.plan, f"backward of the loss {place_of(loss_fn)}")
         outside = OutsideValues(own_loss(loss_fn), f"backward: the loss {place_of(loss_fn)}")

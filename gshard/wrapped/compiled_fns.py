@@ -99,7 +99,7 @@ class Phases:
     def _warn_of_floats(self, rest: Any) -> None:
         """Warns of a float, such as a rate, for whose every value the model is compiled."""
         if any(x is not None and x[0] is float for x in rest[1]):
-            self.floats.add(rest)
+            self.floats.add(tuple(x if x and x[0] is float else None for x in rest[1]))
             if len(self.floats) == 4:
                 warn(
                     "the model was called with four values of a float, and each was compiled. "

@@ -255,7 +255,7 @@ def put_values(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> N
         old, layout = stored.pop(name)
         if name in values:
             places = at[id(old)]
-            ends = [_common_end(place[0], name) for place in places]
+            ends = [(_common_end(place[0], name), -len(place[0])) for place in places]
             _, path, variable, i = places.pop(ends.index(max(ends)))
             new = _like(old, layout, np.asarray(values[name]))
             if isinstance(variable, nnx.Variable):

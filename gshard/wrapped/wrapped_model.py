@@ -19,6 +19,7 @@ from flax import nnx
 from jax import core
 
 from gshard._util.errors import GShardError, MissingAttributeError, some, warn
+from gshard._util.pytree import flatten
 from gshard._util.validation import flag, shown
 from gshard.data.batch import shard_batch
 from gshard.distributed.agree import spans_processes
@@ -286,8 +287,11 @@ class Wrapped(Keeping):
             self._gshard.settle()
 
     def _gshard_pairs(self) -> list[tuple[Any, Layout]]:
-        layouts = jax.tree.leaves(self.plan.params)
-        return [(x[...], y) for x, y in zip(self.parameters(), layouts, strict=True)]
+        """Returns the parameters with their layouts, without those added after wrapping."""
+        layouts = {x.path: x for x in jax.tree.leaves(self.plan.params)}
+        paths, arrays, _ = flatten(self.plan.kind.split_target(cast(Any, self), {}).params)
+        pairs = zip(paths, arrays, strict=True)
+        return [(x, layouts[path]) for path, x in pairs if path in layouts]
 
     def _gshard_padded(self) -> list[str]:
         """Returns the paths of the parameters that have their padding; in `backward` none has."""
@@ -341,9 +345,9 @@ def _warns_of_padding(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if padded := self._gshard_padded():
             warn(
-                f"{method.__qualname__} computes with {some(padded, 3)} as stored, padded with "
-                "zeros: outside of backward only model(x) removes the padding. Call the method in "
-                "__call__, or wrap the model with exclude_layer= of these layers."
+                f"{method.__qualname__} sees {some(padded, 3)} as stored, padded with zeros. If it "
+                "computes with them, call it in __call__: outside of backward, only model(x) "
+                "removes the padding. Or wrap the model with exclude_layer= of these layers."
             )
         return method(self, *args, **kwargs)
 

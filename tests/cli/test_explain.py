@@ -199,7 +199,7 @@ def test_explain_takes_no_options_of_the_step_alone(folder, capsys):
     words = ("--accumulate", "local", "--micro-batch-size", 2)
     code, out, err = asked(capsys, "explain", "my.toml", *words)
     assert code == 2 and not out
-    assert "explain takes no --accumulate, --micro_batch_size: it is about the state" in err
+    assert "explain does not use --accumulate, --micro_batch_size: it reports on the state" in err
 
 
 @pytest.mark.parametrize("most", ["0", "all"])

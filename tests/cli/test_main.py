@@ -164,7 +164,8 @@ def test_ctrl_c_ends_a_command_while_xla_compiles(seconds):
     command = [sys.executable, "-m", "gshard", "audit", "gpt2-smallest", "--devices", "4"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     maps = Path(f"/proc/{process.pid}/maps")
-    while "jaxlib" not in maps.read_text():  # NumPy makes an ImportError of it while it is imported
+    # While NumPy is imported it makes an ImportError of it.
+    while process.poll() is None and "jaxlib" not in maps.read_text():
         time.sleep(0.05)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)

@@ -223,7 +223,6 @@ def test_a_machine_that_is_told_to_stop_leaves_the_others(site, capsys):
     assert "starting all processes again in" not in said, "it is no failure"
 
 
-@pytest.mark.slow
 def test_a_machine_that_waits_and_is_told_to_stop_does_so_in_order(site, capsys):
     first, second = site.machine("--join_timeout", 1), site.machine()
     site.until_start(0, 2)
@@ -236,6 +235,7 @@ def test_a_machine_that_waits_and_is_told_to_stop_does_so_in_order(site, capsys)
     assert re.search(r"machine 2 \(.*\) has left: 2 of 2:3", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_a_bug_on_one_machine_ends_the_job_on_all(site, capsys):
     script = site.folder / "waits.py"
     rank = 'os.environ["GSHARD_PROCESS_ID"]'

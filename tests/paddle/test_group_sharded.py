@@ -478,7 +478,7 @@ def test_another_method_of_a_padded_model_warns_of_the_padding():
     x = rows(16, 0)["x"]
     assert model(x).shape == (16, 30) and model.version() == 1
     model.backward(lambda model, batch: model.logits(batch["x"]).var(), rows(16, 0))
-    with pytest.warns(gshard.GShardWarning, match="Attending.logits computes with embed/emb"):
+    with pytest.warns(gshard.GShardWarning, match="Attending.logits sees embed/emb"):
         assert model.logits(x).shape == (16, 32)
     whole, _, _ = wrap("p_g_os", Attending(), segment_size=0, exclude_layer=["embed"])
     assert whole.logits(x).shape == (16, 30)
@@ -1024,6 +1024,15 @@ class Doubled(nnx.Param):
         return 2 * super().get_value(**kwargs)
 
 
+class Average(nnx.Variable):
+    pass
+
+
+class Parts(nnx.Module):
+    def __init__(self, **parts):
+        vars(self).update(parts)
+
+
 class Unusual(Net):
     """Has Variables with one array in common, of several arrays, and of a class of its own."""
 
@@ -1033,6 +1042,7 @@ class Unusual(Net):
         self.pair = nnx.Variable((jnp.zeros(3), jnp.ones(3)))
         self.gain = Doubled(jnp.ones(3))
         self.again = nnx.Variable(jnp.zeros(7))
+        self.ema = Parts(first=Parts(kernel=Average(jnp.zeros_like(self.first.kernel[...]))))
 
 
 @pytest.mark.parametrize("is_wrapped", [True, False])
@@ -1041,6 +1051,7 @@ def test_state_dicts_of_unusual_variables_are_set(is_wrapped):
     model = wrap("p_g_os", net)[0] if is_wrapped else net
     nnx.update(model.target, nnx.state(model.first))
     model.again.set_value(model.last.bias.get_raw_value())
+    model.ema.first.kernel.set_value(model.first.kernel.get_raw_value())
     found = gshard.paddle.state_dict(model)
     assert float(found["gain"][0]) == 1
     wanted = {name: x + i for i, (name, x) in enumerate(found.items(), 1)}

@@ -486,24 +486,26 @@ def test_weighted_loss_is_divided_once_by_the_global_weight():
             np.testing.assert_allclose(old - new, g, atol=1e-6)
 
 
-def test_float16_means_of_devices_do_not_overflow_in_their_sum():
+@pytest.mark.parametrize(("dtype", "large"), [("float16", 30000), ("float8_e4m3fn", 256)])
+def test_narrow_means_of_devices_do_not_overflow_in_their_sum(dtype, large):
     class WithStats(TrainState):
         stats: Any = None
 
-    params, stats = {"w": np.ones(8, np.float32)}, np.zeros(2, np.float16)
+    params, stats = {"w": np.ones(8, np.float32)}, jnp.zeros(2, dtype)
     state = WithStats.create(apply_fn=None, params=params, tx=optax.sgd(0.1), stats=stats)
     state, plan = gshard.shard_train_state(state, gshard.make_mesh(), "os", min_shard_size=0)
-    large = jnp.float16(30000)
+    large = jnp.asarray(large, dtype)
     x = np.ones((16, 8), np.float32)
 
     def value(params, x):
         return large
 
     evaluate = gshard.make_eval_step(value, plan, loss_semantics="per_device")
-    assert float(evaluate(state, x)) == 30000
+    assert float(evaluate(state, x)) == large
 
     def loss(params, x, *, stats):
         return (x @ params["w"]).mean(), {"stats": jnp.full_like(stats, large)}
 
     step = gshard.make_train_step(loss, plan, mutable="stats", loss_semantics="per_device")
-    np.testing.assert_array_equal(step(state, x)[0].stats, np.full(2, 30000, np.float16))
+    found = step(state, x)[0].stats
+    assert found.dtype == dtype and (found == large).all()

@@ -142,7 +142,8 @@ def _collectives(
         if op.name in COLLECTIVES:
             yield op, program, times
         if op.bodies:
-            yield from _collectives(max(op.bodies, key=sent), times * op.trips, sent)
+            body = max(op.bodies, key=sent) if len(op.bodies) > 1 else op.bodies[0]
+            yield from _collectives(body, times * op.trips, sent)
 
 
 def _group_of(op: Op, nodes: Nodes) -> tuple[int, Fraction]:

@@ -131,8 +131,8 @@ def report(ends: Sequence[End], memory_kills: int, logs: str) -> str:
     how = "was stopped and had to be killed" if first.stopped else in_words(first.code)
     said = f"The job failed: rank {first.rank} {how} after {first.seconds:.1f} s. "
     lines = textwrap.wrap(said + meaning(first, memory_kills), _WIDTH)
-    error = raised(first.text)[:_LONGEST]
-    if not any(error in line for line in first.tail):  # before a long list, as of buffers
+    error = raised(first.text)[:_LONGEST] if first.code == 1 else ""
+    if error and not any(error in line for line in first.tail):  # before a list, as of buffers
         lines += textwrap.wrap(f"Its error: {error}", _WIDTH)
     if first.tail:
         lines += [f"Last lines of rank {first.rank}:", *(f"    | {line}" for line in first.tail)]

@@ -85,11 +85,12 @@ class Outcome(NamedTuple):
     ends: list[End]  # in the order of the ranks
     signal: int | None  # that the processes were sent
     memory_kills: int  # processes that the kernel killed for memory
+    is_whole: bool = True  # whether these are all processes of the job
 
     @property
     def failed(self) -> bool:
         """Whether a process failed by itself, and not because of the signal that the job got."""
-        if self.ends and all(e.cut_off and not e.work.running for e in self.ends):
+        if self.is_whole and all(e.cut_off and not e.work.running for e in self.ends):
             return False  # all left by `os._exit(0)`, and no save is lost
         sent = STOP_SIGNALS if self.signal in STOP_SIGNALS else (self.signal,)
         by_signal = {code for n in sent if n is not None for code in (128 + n, -n)}
@@ -167,7 +168,7 @@ def run_job(
             port.release()
     ends = [supervisor.ends[child.rank] for child in supervisor.children]
     sent = signals[0] if signals else signal.SIGTERM if orders and orders.stop else None
-    return Outcome(ends, sent, _memory_kills() - kills)
+    return Outcome(ends, sent, _memory_kills() - kills, len(ends) == size)
 
 
 def _start(

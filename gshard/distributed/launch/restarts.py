@@ -71,7 +71,7 @@ def error_of(end: End) -> str:
         return ""
     if end.code < 0:
         return how if how.endswith(_CRASHES) else ""
-    said = raised(end.text) or how
+    said = (raised(end.text) if end.code == 1 else "") or how
     return "" if _OUTSIDE.match(said) else said
 
 

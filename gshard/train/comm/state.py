@@ -36,7 +36,7 @@ def mean_over_devices(tree: Any, group: Group, first: bool = False) -> Any:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))  # a sum of float16 overflows
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x  # float16 overflows
 
 
 def max_over_devices(tree: Any, group: Group) -> Any:

@@ -34,6 +34,7 @@ from gshard.distributed.launch.exit_status import (
 from gshard.distributed.launch.job import Outcome, Worker
 from gshard.distributed.launch.log_file import Log
 from gshard.distributed.launch.output import Lines, Stream
+from gshard.distributed.launch.restarts import error_of
 from gshard.distributed.launch.supervisor import is_stopped
 from gshard.distributed.unfinished import Work
 from tests.jobs import ROOT, assert_port_is_free, launch, running
@@ -686,6 +687,7 @@ def test_the_first_cause_is_not_who_follows():
 def test_a_job_that_leaves_by_os_exit_on_all_ranks_has_finished_unless_a_save_is_lost():
     left = [End(rank, 0, work=Work(cut_off=True)) for rank in range(2)]
     assert not Outcome(left, None, 0).failed and Outcome(left, None, 0).summary == (0, "")
+    assert Outcome(left, None, 0, is_whole=False).failed, "other machines may have gone on"
     left[0] = End(0, 0, work=Work(("the save of step 3",), cut_off=True))
     assert Outcome(left, None, 0).failed and Outcome(left, None, 0).summary[0] == 1
 
@@ -698,6 +700,13 @@ def test_an_error_before_a_long_list_is_shown_and_explained():
     end = End(0, 1, tuple(text.splitlines()[-20:]), text)
     assert "ran out of memory" in meaning(end)
     assert error in " ".join(report([end], 0, "log").replace("\ngshard: ", " ").split())
+
+
+def test_an_error_that_a_process_survived_is_not_that_of_its_end():
+    text = "Traceback (most recent call last):\nConnectionError: lost the metrics\nstep 7"
+    for code in (-9, 3):
+        assert "Its error" not in report([End(0, code, (), text)], 0, "log")
+    assert error_of(End(0, 3, (), text)) == "exited with code 3"
 
 
 def test_a_job_that_hung_is_reported_by_what_its_watchdog_said():
