@@ -130,7 +130,8 @@ class Wrapped(Keeping):
             rows = next((x.shape[0] for x in given if x.ndim), 0)
             placed = [_placed(x, self.plan, rows) for x in given]
             return self._gshard_forward(cast(Any, self), placed, fixed=rest)
-        padded, pairs = self._gshard_padded(), self._gshard_pairs()
+        pairs = self._gshard_pairs()
+        padded = _padded(pairs)
         on_host = [y.path for x, y in pairs if jax.typeof(x).memory_space == jax.memory.Space.Host]
         if padded or on_host:
             how = "with padding" if padded else "in host memory"
@@ -293,10 +294,6 @@ class Wrapped(Keeping):
         pairs = zip(paths, arrays, strict=True)
         return [(x, layouts[path]) for path, x in pairs if path in layouts]
 
-    def _gshard_padded(self) -> list[str]:
-        """Returns the paths of the parameters that have their padding; in `backward` none has."""
-        return [y.path for x, y in self._gshard_pairs() if x.shape != y.shape]
-
     def _gshard_named(self) -> NamedArrays:
         plan = self.plan
         self._gshard_settle()
@@ -333,6 +330,11 @@ def wrapped(target: Any, kind: type, keep: Accumulation) -> Any:
     return made
 
 
+def _padded(pairs: list[tuple[Any, Layout]]) -> list[str]:
+    """Returns the paths of the parameters that have their padding; in `backward` none has."""
+    return [layout.path for x, layout in pairs if x.shape != layout.shape]
+
+
 def _methods(own: type) -> dict[str, Any]:
     """Returns the public methods that a model's class defines in addition to `nnx.Module`."""
     names = (x for x in dir(own) if not (x.startswith("_") or hasattr(nnx.Module, x)))
@@ -343,7 +345,7 @@ def _methods(own: type) -> dict[str, Any]:
 def _warns_of_padding(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if padded := self._gshard_padded():
+        if padded := _padded(self._gshard_pairs()):
             warn(
                 f"{method.__qualname__} sees {some(padded, 3)} as stored, padded with zeros. If it "
                 "computes with them, call it in __call__: outside of backward, only model(x) "
