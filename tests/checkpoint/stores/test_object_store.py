@@ -184,8 +184,10 @@ def test_a_writer_on_another_machine_is_watched(address, monkeypatch, capsys):
     with pytest.raises(gshard.CallOrderError, match="writes its checkpoints there"):
         gshard.Checkpointer(address, writes=True)
     assert "to see whether process" in capsys.readouterr().err
+    cut_off = threading.Event()  # a renewal that was already on its way has arrived
     with monkeypatch.context() as patch:
-        patch.setattr(Bucket, "replace", lambda *given: None)  # the network of the first is gone
+        patch.setattr(Bucket, "replace", lambda *given: cut_off.set())
+        assert cut_off.wait(60)
         second = gshard.Checkpointer(address, writes=True)
     run = Training("os", 2)
     with pytest.raises(gshard.GShardError, match="writes its checkpoints there"):
@@ -207,7 +209,9 @@ def test_who_lost_the_lease_commits_nothing(address, monkeypatch):
     monkeypatch.setattr(lease.Lease, "check", wait)
     first.save(1, run.state)
     monkeypatch.setattr(lease, "_is_alive", lambda other: None)
-    monkeypatch.setattr(Bucket, "replace", lambda *given: None)
+    cut_off = threading.Event()
+    monkeypatch.setattr(Bucket, "replace", lambda *given: cut_off.set())
+    assert cut_off.wait(60)
     second = gshard.Checkpointer(address, writes=True)
     writing.set()
     with pytest.raises(gshard.SaveFailedError, match="did not renew its lease in time"):
