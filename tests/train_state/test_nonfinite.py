@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
-from gshard.train.optim.skip_update import skip_state_where
+from gshard.train.optim.skip_update import SkippableUpdate
 from tests.tiers import quick
 
 LEVELS = ["dp", "os", "os_g", "p_g_os"]
@@ -264,6 +264,16 @@ def test_the_norm_is_that_of_the_mean_whatever_the_weights_sum_to(scale):
     assert int(metrics["skipped_steps"]) == 0
 
 
+def skippable(update):
+    """`skippable(update)(updates, grads, state, params)` keeps the state where it does not."""
+
+    def run(*args):
+        traced, flat = SkippableUpdate(update, args), jax.tree.leaves(args)
+        return traced.results(flat, traced.run(flat))
+
+    return run
+
+
 def test_an_equation_of_an_optimizer_keeps_its_context():
     """As JAX has it: a random number inside another setting is that of the setting."""
 
@@ -275,7 +285,7 @@ def test_an_equation_of_an_optimizer_keeps_its_context():
     with jax.threefry_partitionable(False):
         expected = draws(*given)[0]
     assert not np.array_equal(expected, jax.random.normal(jax.random.key(0), (8,)))
-    found = jax.jit(skip_state_where(draws, jnp.bool_(True)))(*given)[0]
+    found = jax.jit(skippable(draws))(jnp.bool_(True), *given)[0]
     np.testing.assert_array_equal(found, expected)
 
 
@@ -418,7 +428,7 @@ def test_state_is_selected_early_with_the_same_result(update, nested):
     state = {"mean": mean, "count": count}
     inner = jax.jit(jax.jit(update)) if nested else update
     changes, new = update(g, state, p)
-    kept = jax.jit(lambda on, *args: skip_state_where(inner, on)(*args))
+    kept = jax.jit(skippable(inner))
     for on, expected in ((True, new), (False, state)):
         found_changes, found = kept(jnp.bool_(on), g, state, p)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -437,9 +447,7 @@ def test_state_is_selected_where_it_is_computed(nested):
 
     inner = jax.jit(update) if nested else update
     x, on = jnp.ones(5), jnp.bool_(True)
-    closed = jax.make_jaxpr(lambda on, *args: skip_state_where(inner, on)(*args))(
-        on, x, {"mean": x, "count": x}, x
-    )
+    closed = jax.make_jaxpr(skippable(inner))(on, x, {"mean": x, "count": x}, x)
     (sine,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "sin")
     selections = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "select_n"]
     assert len(selections) == 2

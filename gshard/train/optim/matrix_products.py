@@ -10,19 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 
 from gshard._util.errors import some, warn
-from gshard._util.jaxpr import (
-    all_equations,
-    bind_inlined,
-    evaluate,
-    opened,
-    product_flops,
-)
+from gshard._util.jaxpr import all_equations, opened, product_flops
 from gshard._util.jaxpr_dataflow import PRODUCTS, UNKNOWN, Dim, back, join, sharded_dims
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, UpdateProducts
@@ -30,6 +23,7 @@ from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import all_gather_updated
 from gshard.train.optim.chains import Chain, chains_of, in_waves
 from gshard.train.optim.owned_chains import OwnedGroup, groups_of
+from gshard.train.optim.skip_update import SkippableUpdate
 from gshard.train.optim.traced_update import TracedEquation, TracedUpdate
 
 
@@ -366,9 +360,10 @@ def with_gathered_operands(
     results: Sequence[Layout],
     record: Callable[[UpdateProducts], None] | None = None,
 ) -> Any:
-    """Computes `fun(*args)` in the global view, with its matrix products on gathered operands.
+    """Updates in the global view, with the matrix products of the update on gathered operands.
 
-    `record` gets what is known of these, if there are any.
+    `fun` and `args` are those of `SkippableUpdate`; `record` gets what is known of the products, if
+    there are any.
     """
     # Traced without a mesh in its types: a derivative inside the `shard_map` meets another there.
     abstract = jax.tree.map(
@@ -379,12 +374,10 @@ def with_gathered_operands(
         ),
         args,
     )
-    closed, shapes = jax.make_jaxpr(jax.jit(fun), return_shape=True)(*abstract)
-    flat, structure = jax.tree.leaves(args), jax.tree.structure(shapes)
-    as_traced = partial(evaluate, closed.jaxpr, closed.consts, flat, bind_inlined)
-    if not any(eqn.primitive.name in PRODUCTS for eqn in all_equations(closed.jaxpr)):
-        return jax.tree.unflatten(structure, as_traced())
-    traced = TracedUpdate(closed.jaxpr, closed.consts)
+    skippable, flat = SkippableUpdate(fun, abstract), jax.tree.leaves(args)
+    if not any(eqn.primitive.name in PRODUCTS for eqn in all_equations(skippable.jaxpr)):
+        return skippable.results(flat, skippable.run(flat))
+    traced = TracedUpdate(skippable.jaxpr, skippable.consts)
     ends = [layout.dim for layout in results]
     update = GatheredUpdate(traced, [layout.dim for layout in layouts], [], ends, [], plan)
     update.warn_of_kept(layouts)
@@ -393,4 +386,4 @@ def with_gathered_operands(
     if record is not None:
         record(update.products([layout.path for layout in layouts]))
     gathers = update.sources or any(step.branches for step in traced.steps)
-    return jax.tree.unflatten(structure, update(flat) if gathers else as_traced())
+    return skippable.results(flat, update(flat) if gathers else skippable.run(flat))

@@ -27,7 +27,7 @@ from gshard.train.comm.collectives import all_gather_updated, slice_shards
 from gshard.train.gradients import refuse_local_gradients
 from gshard.train.optim.matrix_products import with_gathered_operands
 from gshard.train.optim.offload import to_device, to_host, transfer_sizes, update_through_device
-from gshard.train.optim.skip_update import keep_unless, skip_state_where
+from gshard.train.optim.skip_update import keep_unless
 from gshard.train_state.components import ShardedOptState
 
 
@@ -203,16 +203,13 @@ def _update_shards(
         # its type, and no matrix product in a `shard_map` takes its result.
         scalars = {k: x for k, x in extra.items() if isinstance(x, jax.Array) and not x.ndim}
 
-        def run(grads: Any, inner: Any, own: Any, scalars: Any, given: Any) -> tuple[Any, Any]:
-            update = user_update(plan, {**extra, **scalars})
-            if given is not None:
-                update = skip_state_where(update, given)
-            return update(grads, inner, own)
+        def run(grads: Any, inner: Any, own: Any, scalars: Any) -> tuple[Any, Any]:
+            return user_update(plan, {**extra, **scalars})(grads, inner, own)
 
-        arguments = (logical, inner, own, scalars, updates)
-        rest = jax.tree.leaves(all_replicated((scalars, updates), plan.group))
+        arguments = (updates, logical, inner, own, scalars)
+        first, last = (jax.tree.leaves(all_replicated(x, plan.group)) for x in (updates, scalars))
         changes, inner = with_gathered_operands(
-            run, plan, arguments, [*results, *reduced, *rest], results, record
+            run, plan, arguments, [*first, *results, *reduced, *last], results, record
         )
         changes = cut_padding(plan.pin(changes, plan.grads), plan.grads)
         inner = plan.encode(plan.pin(inner, of_state), state.inner)

@@ -25,34 +25,49 @@ def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(chosen, new, old)
 
 
-def skip_state_where(
-    update: Callable[[Any, Any, Any], tuple[Any, Any]], updates: jax.Array
-) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """Wraps `update(grads, state, params)` to keep the state where `updates` is false.
+class SkippableUpdate:
+    """A traced update that keeps the state where a step is skipped.
 
     Every new leaf is selected where it is computed, so that later equations read the selected one.
     Selected at the end, old and new state would both be alive, with no update in place.
+
+    Args:
+      update: `update(grads, state, params, *rest)` returns updates and a new state.
+      args: whether the step updates, or None for always; then the arguments of `update`. All are
+        arrays or abstract.
+
+    Attributes:
+      jaxpr: of `args`, flat, to both results.
+      consts: its constants.
     """
 
-    def kept(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        def traced(updates: jax.Array, *args: Any) -> tuple[Any, Any]:
+    def __init__(self, update: Callable[..., tuple[Any, Any]], args: Sequence[Any]):
+        def traced(updates: Any, *args: Any) -> tuple[Any, Any]:
             del updates  # an operand of the selections that are added
             return update(*args)
 
-        args = updates, grads, state, params
         closed, shapes = jax.make_jaxpr(jax.jit(traced), return_shape=True)(*args)
-        flat, first = jax.tree.leaves(args), 1 + len(jax.tree.leaves(grads))
-        others = [None] * len(jax.tree.leaves(shapes[0]))
-        old = [*others, *range(first, first + len(jax.tree.leaves(state)))]
-        jaxpr, consts, selected = _select_results(closed.jaxpr, closed.consts, old)
-        found = evaluate(jaxpr, consts, flat, bind_inlined)
-        results = [
-            new if i is None or done else keep_unless(updates, new, flat[i])
-            for new, i, done in zip(found, old, selected, strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        self.jaxpr, self.consts = closed.jaxpr, closed.consts
+        self._structure = jax.tree.structure(shapes)
+        self._late: dict[int, int] = {}  # inputs that are selected at the end, by result
+        if args[0] is None:
+            return
+        first, others = 1 + len(jax.tree.leaves(args[1])), len(jax.tree.leaves(shapes[0]))
+        old = [*[None] * others, *range(first, first + len(jax.tree.leaves(args[2])))]
+        self.jaxpr, self.consts, selected = _select_results(self.jaxpr, self.consts, old)
+        pairs = enumerate(zip(old, selected, strict=True))
+        self._late = {n: i for n, (i, done) in pairs if i is not None and not done}
 
-    return kept
+    def run(self, flat: Sequence[Any]) -> list[Any]:
+        """Evaluates the equations as they were traced."""
+        return evaluate(self.jaxpr, self.consts, flat, bind_inlined)
+
+    def results(self, flat: Sequence[Any], found: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns updates and state of the arguments `flat`, for which `found` was computed."""
+        found = list(found)
+        for n, i in self._late.items():
+            found[n] = keep_unless(flat[0], found[n], flat[i])
+        return jax.tree.unflatten(self._structure, found)
 
 
 def _select_results(
