@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import jax
@@ -65,9 +66,13 @@ def refuse_keys(updates: Any, raw: Set[str] = frozenset()) -> None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Positions of the inputs that a value is computed from, and of the one that it equals."""
+    """The inputs that a value is computed from, and the position of the one that it equals.
 
-    inputs: frozenset[int] = frozenset()
+    The inputs are the bits of an integer: sets of thousands of parameters would be copied at every
+    equation.
+    """
+
+    inputs: int = 0
     itself: int | None = None
 
 
@@ -76,17 +81,22 @@ class Draws:
     """The random numbers of a traced loss: each draw's inputs, by position, and its shape."""
 
     raw: set[int] = field(default_factory=set)  # inputs that are used as old-style keys
-    drawn: list[tuple[frozenset[int], tuple[int, ...]]] = field(default_factory=list)
+    drawn: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
     def without(self, inputs: set[int]) -> list[tuple[int, ...]]:
         """Returns the shapes of the draws whose key is computed from none of these inputs."""
-        return [shape for origin, shape in self.drawn if origin.isdisjoint(inputs)]
+        bits = sum(map(_bit, inputs))
+        return [shape for origin, shape in self.drawn if not origin & bits]
+
+
+def _bit(position: int) -> int:
+    return 1 << (position - DEVICE)
 
 
 def draws_of(jaxpr: Any) -> Draws:
     """Returns the draws of a jaxpr, including those of its inner jaxprs."""
     found = Draws()
-    inputs = [_Origin(frozenset({i}), i) for i in range(len(jaxpr.invars))]
+    inputs = [_Origin(_bit(i), i) for i in range(len(jaxpr.invars))]
     flow(jaxpr, inputs, partial(_through, found), _Origin())
     return found
 
@@ -108,9 +118,9 @@ def _through(found: Draws, eqn: Any, given: Sequence[_Origin]) -> list[_Origin]:
         return outs
     if name == "random_wrap" and given[0].itself is not None:
         found.raw.add(given[0].itself)
-    inputs = frozenset().union(*(x.inputs for x in given))
+    inputs = reduce(or_, (x.inputs for x in given), 0)
     if name == "axis_index":
-        inputs |= {DEVICE}
+        inputs |= _bit(DEVICE)
     if name in _DRAWS:
         found.drawn.append((inputs, eqn.outvars[0].aval.shape))
     itself = given[0].itself if name in VIEWS and len(given) == 1 else None
@@ -119,5 +129,5 @@ def _through(found: Draws, eqn: Any, given: Sequence[_Origin]) -> list[_Origin]:
 
 def _joined(*origins: _Origin) -> _Origin:
     same = len({x.itself for x in origins}) == 1
-    inputs = frozenset().union(*(x.inputs for x in origins))
+    inputs = reduce(or_, (x.inputs for x in origins), 0)
     return _Origin(inputs, origins[0].itself if same else None)
