@@ -28,7 +28,12 @@ from gshard.sharding.validate import refuse_donated
 from gshard.train.gradients import LocalGradients
 from gshard.train.same_program import ProgramCheck
 from gshard.wrapped import compiled_fns
-from gshard.wrapped.compiled_fns import OnModel, Phases, unused_params
+from gshard.wrapped.compiled_fns import (
+    OnModel,
+    Phases,
+    refuse_other_parameters,
+    unused_params,
+)
 from gshard.wrapped.loss_fns import Joined, Scaled, check_closure, code_of, own_loss
 from gshard.wrapped.same_hyperparameters import SameHyperparameters
 
@@ -151,7 +156,7 @@ class Accumulation:
         try:
             loss, *new = compiled(self.model, given, *self._stored())
         except ValueError:
-            self._refuse_other_shapes()
+            refuse_other_parameters(self.model, self.plan)
             raise
         if self._depth:
             self._pending, self._buffers = new
@@ -220,20 +225,6 @@ class Accumulation:
         if self._buffers:
             self._settle(self.model, self._buffers)
             self._buffers = {}
-
-    def _refuse_other_shapes(self) -> None:
-        """Raises a `GShardError` if parameters were replaced by full ones, without the padding."""
-        pairs = zip(self.model.parameters(), jax.tree.leaves(self.plan.params), strict=False)
-        wrong = [
-            f"{y.path} is {list(x.shape)}, stored as {list(y.stored_shape)}"
-            for x, y in pairs
-            if x.shape != y.stored_shape
-        ]
-        if wrong:
-            raise GShardError(
-                f"backward: parameters are not stored as model.plan says: {some(wrong, 3)}. Set "
-                "full values with model.set_state_dict(values), by the names of model.state_dict()."
-            )
 
     def refuse_waiting(self) -> None:
         """Raises a `GShardError` if gradients of `no_sync` have not been reduced."""

@@ -16,10 +16,10 @@ import numpy as np
 from flax import nnx
 
 from gshard._util.closure import OutsideValues
-from gshard._util.errors import GShardError, warn
+from gshard._util.errors import GShardError, some, warn
 from gshard._util.in_flight import limit_in_flight
 from gshard._util.jaxpr_dataflow import inputs_used
-from gshard._util.pytree import flatten
+from gshard._util.pytree import differences, flatten
 from gshard.sharding.plan import Plan
 from gshard.train.gradients import GradientStage, LocalGradients
 from gshard.train.loss import Weighted
@@ -84,6 +84,7 @@ class Phases:
         plan, (structure, fixed), given = self.plan, rest, iter(arrays)
         self._warn_of_floats(rest)
         inputs = structure.unflatten([next(given) if x is None else x[1] for x in fixed])
+        refuse_other_parameters(model, plan, full=True)
         parts = plan.kind.split_target(model, {})
         # A Variable that was added after wrapping is not in the plan.
         known = non_trainable_layouts(parts.non_trainable, plan)
@@ -283,6 +284,34 @@ class OnModel:
         after = jax.tree.leaves(nnx.split(model, self.wrt, ...)[2])
         pairs = enumerate(zip(after, rest, strict=True))
         return out, {i: new for i, (new, old) in pairs if new is not old}
+
+
+def refuse_other_parameters(model: nnx.Module, plan: Plan, full: bool = False) -> None:
+    """Raises a `GShardError` if the parameters of a wrapped model are no longer those of its plan.
+
+    Args:
+      model: its parameters are as stored, or abstract.
+      plan: made for it.
+      full: whether they may also have the shapes without padding.
+    """
+    layouts = jax.tree.leaves(plan.params)
+    paths, params, _ = flatten(plan.kind.split_target(model, {}).params)
+    known = [layout.path for layout in layouts]
+    if paths != known:
+        raise GShardError(
+            "the parameters of the model are not those that were wrapped: "
+            f"{differences(paths, known)}. Change a model before it is wrapped."
+        )
+    wrong = [
+        f"{y.path} is {list(x.shape)}, stored as {list(y.stored_shape)}"
+        for x, y in zip(params, layouts, strict=True)
+        if x.shape != y.stored_shape and not (full and x.shape == y.shape)
+    ]
+    if wrong:
+        raise GShardError(
+            f"parameters are not stored as model.plan says: {some(wrong, 3)}. Set full values with "
+            "model.set_state_dict(values), by the names of model.state_dict()."
+        )
 
 
 def unused_params(loss_fn: LossFn, model: nnx.Module, wrt: Any, batch: Any) -> list[str]:

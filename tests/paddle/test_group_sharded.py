@@ -491,6 +491,23 @@ class Kinds(Net):
         return jnp.arange(3) * number, {bool: 0, int: 1, float: 2}[type(number)]
 
 
+@pytest.mark.parametrize("act", ["call", "backward"])
+@pytest.mark.parametrize("change", ["added", "removed", "replaced"])
+def test_changed_parameters_of_a_wrapped_model_are_named(change, act):
+    model, _, _ = wrap("p_g_os", **groups(3))
+    expected = "are not those that were wrapped: missing none; added adapter"
+    if change == "added":
+        model.adapter = nnx.Param(jnp.ones(3))
+    elif change == "removed":
+        del model.first.bias
+        expected = "missing first/bias; added none"
+    else:
+        model.middle.kernel.set_value(jnp.ones((3, 3)))
+        expected = r"middle/kernel is \[3, 3\], stored as"
+    with pytest.raises(gshard.GShardError, match=expected):
+        model(rows(3, 0)["x"]) if act == "call" else model.backward(loss_fn, rows(6, 0))
+
+
 def test_numbers_of_different_types_are_different_programs():
     model, _, _ = wrap("os", Kinds())
     x = rows(16, 0)["x"]

@@ -204,7 +204,8 @@ def _update_shards(
         scalars = {k: x for k, x in extra.items() if isinstance(x, jax.Array) and not x.ndim}
 
         def run(grads: Any, inner: Any, own: Any, scalars: Any) -> tuple[Any, Any]:
-            return user_update(plan, {**extra, **scalars})(grads, inner, own)
+            update = user_update(plan, {**extra, **scalars})
+            return update(grads, inner, own)
 
         arguments = (updates, logical, inner, own, scalars)
         first, last = (jax.tree.leaves(all_replicated(x, plan.group)) for x in (updates, scalars))
