@@ -21,6 +21,7 @@ Handler = Callable[[Any, list[Any]], Sequence[Any]]
 JIT = "jit"
 VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")  # elements as they are
 CHECKPOINT = "remat2"
+CUSTOM_VJP = "custom_vjp_call"
 COLLECTIVES = {  # primitives, and HLO's names of what they do
     "all_gather": "all-gather",
     "all_gather_invariant": "all-gather",
@@ -34,7 +35,7 @@ COLLECTIVES = {  # primitives, and HLO's names of what they do
     "ppermute": "collective-permute",
     "pbroadcast": "collective-broadcast",
 }
-_CALLS = (JIT, CHECKPOINT, "closed_call", "custom_jvp_call", "custom_vjp_call")
+_CALLS = (JIT, CHECKPOINT, "closed_call", "custom_jvp_call", CUSTOM_VJP)
 
 
 def body_of(eqn: Any) -> tuple[Any, Sequence[Any]]:
@@ -78,7 +79,7 @@ def bind(eqn: Any, values: Sequence[Any], **changes: Any) -> Sequence[Any]:
     # a pair up to JAX 0.11, later a dict
     found = eqn.primitive.get_bind_params({**eqn.params, **changes})
     functions, params = found if isinstance(found, tuple) else ((), found)
-    if eqn.primitive.name == "custom_vjp_call":
+    if eqn.primitive.name == CUSTOM_VJP:
         # Constants of a jaxpr may be NumPy arrays, and a backward pass of the user's may index one.
         values = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in values]
     with eqn.ctx.manager:

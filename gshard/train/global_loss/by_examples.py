@@ -38,7 +38,9 @@ def by_examples(fun: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]
     gshard knows how the operations of JAX treat the examples of a batch. A kernel of your own
     (Pallas, `jax.pure_callback`, `jax.ffi`) is opaque: the examples of all devices are gathered for
     it. Wrapped, it runs on each device's own examples. The result is wrong if `fun` mixes examples.
-    Under `jax.vmap` or `jax.grad` inside the loss it has no effect: examples are gathered.
+    Under `jax.vmap` or `jax.grad` inside the loss it has no effect: examples are gathered. A
+    `jax.custom_vjp` in `fun` gets the gradient of a parameter from each device's examples, so that
+    it must be linear there.
 
     Args:
       fun: a function of arrays. Every array that it returns has the examples on dimension 0.

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from gshard._util.jaxpr import CHECKPOINT, JIT, body_of
+from gshard._util.jaxpr import CHECKPOINT, CUSTOM_VJP, JIT, body_of, with_inner
 from gshard.train.global_loss.by_examples import is_by_examples
 from gshard.train.global_loss.exchange import decide_by_cost
 from gshard.train.global_loss.expert_calls import decide_expert_call, expert_call
@@ -76,7 +76,7 @@ def _candidates(given: Given) -> Iterator[Decision]:
 
 
 def _attempts(given: Given) -> Iterator[Given]:
-    """The placements to try: as they are, with one partial sum, with none, with one shard."""
+    """The placements to try: as they are, with one partial sum, with none, with one shard, none."""
     yield given
     placements = given.placements
     partial = [i for i, p in enumerate(placements) if p == PARTIAL]
@@ -90,6 +90,8 @@ def _attempts(given: Given) -> Iterator[Given]:
     }
     for i in sorted(sizes, key=sizes.__getitem__, reverse=True) if len(sizes) > 1 else ():
         yield _with(given, [p if j == i else REPLICATED for j, p in enumerate(summed)])
+    if sizes:
+        yield _with(given, [REPLICATED] * len(summed))
 
 
 def _by_rule(given: Given) -> Decision | None:
@@ -99,12 +101,23 @@ def _by_rule(given: Given) -> Decision | None:
         if any(p.is_sharded for p in given.placements):
             return None
         rule = PARTIAL_RULES.get(name)
-    elif partial or any(p.is_sharded for p in given.placements):
+    elif partial or any(p.is_sharded for p in given.placements) or _has_own_gradient(given.eqn):
         rule = RULES.get(name)
     else:
         return None
     found = rule(given) if rule is not None else None
     return found if found is not None and _fits(given, found) else None
+
+
+def _has_own_gradient(eqn: Any) -> bool:
+    """Whether an equation is a `custom_vjp`, or has one in a body that is differentiated.
+
+    As it was traced, every device would call the user's backward pass with its share of the
+    cotangent, and the results add up only if that pass is linear.
+    """
+    if eqn.primitive.name not in (*_KEEP_PARTIAL, CUSTOM_VJP):
+        return False
+    return any(inner.primitive.name == CUSTOM_VJP for inner in with_inner(eqn))
 
 
 def _fits(given: Given, found: Decision) -> bool:

@@ -85,6 +85,7 @@ class GlobalEvaluator:
       limit: bytes that one operation may all-gather; None for any number.
       statistics: whether functions with a derivative return statistics of a micro-batch as one, of
         which gshard takes the largest (fp8).
+      own_gradients: whether the loss has backward passes that the user wrote.
       of_examples: whether the parts are of the examples, and not of their sequences.
       batches: how many devices share the examples of the traced values.
       exchanges: whether an all-to-all may change which dimension is sharded: where parameters are
@@ -104,7 +105,7 @@ class GlobalEvaluator:
     ):
         self.axes, self.micro_batches = tuple(axes), micro_batches
         self.of_examples, self.batches = of_examples, 1
-        self.exchanges = False
+        self.exchanges = self.own_gradients = False
         self.other_axes: tuple[str, ...] = ()
         index = group_index(self.axes) * micro_batches + micro_batch
         self.partition = Partition(devices * micro_batches, index, zigzag)

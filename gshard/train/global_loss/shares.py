@@ -7,7 +7,7 @@ over valid tokens, stays apart: its numerators and its denominators add up, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from gshard._util.arrays import at_least_float32, wide_dtype
 from gshard._util.errors import GShardError, warn
-from gshard._util.jaxpr import abstract, abstract_like
+from gshard._util.jaxpr import CUSTOM_VJP, abstract, abstract_like, all_equations
 from gshard._util.jaxpr_dataflow import inputs_used
 from gshard.sharding.group import Group
-from gshard.train.comm.examples import gather_examples
+from gshard.train.comm.examples import gather_examples, sum_partial
 from gshard.train.fsdp.trace_loss import trace_loss
 from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum
 from gshard.train.global_loss.messages import per_example_error
@@ -141,9 +141,14 @@ class GlobalBatch:
         averaged = self.batches > 1
         examples = self._examples(args[1]) if by_examples else None
         # A weight that comes from here is added by every device of the other axes.
+        given = weight is not None
         others = self.group.devices // self.shards if weight is None else 1
         if weight is None and total.quotient is not None and not averaged:
             total, weight = total.quotient
+        if weight is not None and examples is None and not averaged and evaluator.own_gradients:
+            axes = [x for x in self.group.axes if given and x not in self.axes]
+            total, weight = _divided(evaluator, total, weight, axes)
+            others = self.group.devices // self.shards
         elif weight is None and examples is not None:
             weight = _number(examples, total)
             total = _scaled(evaluator, total, examples)
@@ -221,6 +226,8 @@ def evaluate_loss(
         Value(place, v.aval, x, depends=depends)
         for v, (x, place, depends) in zip(jaxpr.invars, leaves, strict=True)
     ]
+    called = (eqn.primitive.name for eqn in all_equations(jaxpr))
+    evaluator.own_gradients = CUSTOM_VJP in called
     found = evaluator.evaluate(jaxpr, consts, values)
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
@@ -243,7 +250,7 @@ def is_output(x: Any) -> bool:
     return has_reduction(x) or isinstance(x, Value)
 
 
-def _number(number: float, like: Value) -> Value:
+def _number(number: Any, like: Value) -> Value:
     x = jnp.asarray(number, wide_dtype(like.aval.dtype))
     return Value(REPLICATED, jax.typeof(x), x)
 
@@ -251,6 +258,24 @@ def _number(number: float, like: Value) -> Value:
 def _scaled(evaluator: GlobalEvaluator, value: Value, by: float) -> Value:
     place = PARTIAL if value.placement == PARTIAL else REPLICATED
     return Value(place, value.aval, at_least_float32(evaluator.convert(value, place)) * by)
+
+
+def _divided(
+    evaluator: GlobalEvaluator, total: Value, weight: Value, axes: Sequence[str]
+) -> tuple[Value, Value]:
+    """The quotient of both, which weighs 1, or 0 where it would be divided by 0.
+
+    `axes` are those over which the weight of the batch is still to be summed.
+
+    A backward pass that the user wrote may not be linear, such as one that clips: it has to get the
+    gradient of the loss, and not that of a sum which is divided later.
+    """
+    weight = replace(weight, depends=False)  # it is not differentiated
+    divisor = jax.lax.stop_gradient(at_least_float32(evaluator.convert(weight, REPLICATED)))
+    divisor = sum_partial(divisor, axes) if axes else divisor
+    is_zero = divisor == 0
+    share = at_least_float32(evaluator.convert(total, PARTIAL)) / jnp.where(is_zero, 1, divisor)
+    return Value(PARTIAL, total.aval, share), _number(jnp.where(is_zero, 0, 1), weight)
 
 
 def float_of(evaluator: GlobalEvaluator, value: Value, others: int = 1) -> jax.Array:

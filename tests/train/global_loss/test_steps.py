@@ -272,6 +272,93 @@ def test_the_gradient_of_a_float8_parameter_is_divided_in_float32():
     np.testing.assert_allclose(found["w"].astype(np.float32), wanted, atol=0.1 * abs(wanted).max())
 
 
+@jax.custom_vjp
+def clipped(x: Any) -> Any:
+    """An identity, whose gradient is clipped."""
+    return x * 1
+
+
+clipped.defvjp(lambda x: (x * 1, None), lambda _, d: (jnp.clip(d, -0.002, 0.003),))
+
+
+def rolled(p: Any, b: Any) -> jax.Array:
+    """A loop over the examples, which needs all of them."""
+    return jax.lax.scan(lambda h, x: (jnp.tanh(x + h * clipped(p["s"])), h), p["s"], hidden(p, b))[
+        1
+    ]
+
+
+# Each loss, and the micro-batches. A clipped sum over devices is no sum of what each one clips.
+CLIPPED: dict[str, tuple[Callable[..., Any], int]] = {
+    "parameter": (lambda p, b: losses({**p, "v": clipped(p["v"])}, b).mean(), 1),
+    "mean": (lambda p, b: (hidden(p, b) * clipped(hidden(p, b).mean(0))).sum(), 1),
+    "checkpoint": (
+        lambda p, b: losses({**p, "v": jax.checkpoint(clipped)(p["v"])}, b).mean(),
+        1,
+    ),
+    "loop over examples": (lambda p, b: (rolled(p, b) * hidden(p, b)).sum(), 1),
+    "masked mean": (lambda p, b: masked({**p, "v": clipped(p["v"])}, b), 1),
+    "examples": (lambda p, b: (losses(p, b, clipped(logits(p, b))) * b["mask"]).sum(), 2),
+    "masked mean of examples": (
+        lambda p, b: (losses(p, b, clipped(logits(p, b))) * b["mask"]).sum() / b["mask"].sum(),
+        2,
+    ),
+    "weighted": (
+        lambda p, b: gshard.Weighted(
+            (losses(p, b, clipped(logits(p, b))) * b["mask"]).sum(), b["mask"].sum()
+        ),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        CLIPPED,
+        ["parameter", "checkpoint", "loop over examples", "masked mean of examples", "weighted"],
+    ),
+)
+def test_a_backward_pass_that_is_not_linear_gets_the_gradient_of_one_device(name):
+    loss, k = CLIPPED[name]
+    b = batch(0, 18)
+    state, plan = sharded("p_g_os", 3)
+    run = gshard.value_and_grad(loss, plan, micro_batches=k)
+    value, found = jax.jit(run)(state.params, gshard.shard_batch(b, plan))
+
+    def alone(p: Any) -> Any:
+        out = loss(p, b)
+        return out.sum / out.weight if isinstance(out, gshard.Weighted) else out
+
+    wanted = jax.jit(jax.value_and_grad(alone))(params())
+    found = jax.tree.map(lambda x, y: x[tuple(map(slice, y.shape))], found, wanted[1])
+    close((value, found), wanted, 5e-5)
+
+
+@pytest.mark.parametrize("axis", quick(["sequence", "expert"], ["expert"]))
+def test_a_clipped_masked_mean_is_divided_by_the_mask_of_all_axes(axis):
+    rng = np.random.default_rng(0)
+    params = {"v": np.ones(4, np.float32), "e": rng.normal(size=(2, 4, 4)).astype(np.float32)}
+    b = {
+        "x": rng.normal(size=(8, 4, 4)).astype(np.float32),
+        "y": rng.integers(0, 2, (8, 4)),
+        "mask": np.arange(32).reshape(8, 4) % 7 < 3,
+    }
+
+    def loss(p: Any, b: Any) -> Any:
+        tokens, expert = clipped(b["x"] * p["v"]), jax.nn.one_hot(b["y"], 2)
+        z = jnp.einsum("bte,btf,efg->btg", expert, tokens, p["e"])
+        return jnp.square(z).mean(-1).mean(where=b["mask"])
+
+    mesh = gshard.make_mesh(devices=jax.devices()[:4], **{axis: 2})
+    keep = {"^e$": ("expert", 0)} if axis == "expert" else None
+    state, plan = gshard.shard_train_state(
+        (params, optax.sgd(0.1)), mesh, "os", keep=keep, min_shard_size=0
+    )
+    found = jax.jit(gshard.value_and_grad(loss, plan))(state.params, gshard.shard_batch(b, plan))
+    close(found, jax.value_and_grad(loss)(params, b), 5e-5)
+
+
 @pytest.mark.parametrize("loss, sums", [(numbered, 0), (penalized, 1)])
 def test_micro_batches_trace_the_loss_once_and_once_for_each_pass_before_them(loss, sums):
     calls = []
