@@ -20,6 +20,7 @@ from gshard._util.jaxpr import bind, evaluate, opened
 from gshard.sequence.view import full_sequences
 from gshard.sharding.topology import SEQUENCE
 from gshard.train.global_loss.decide import placements_of
+from gshard.train.global_loss.messages import one_batch_error
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement
 from gshard.train.global_loss.registry import Decision, Evaluator, Given, rule
 
@@ -88,11 +89,14 @@ def custom_vjp(given: Given) -> Decision:
     def run(values: list[Any]) -> Any:
         @jax.custom_vjp
         def function(index: Any, *arrays: Any) -> Any:
-            with evaluator.indexed(index, given.eqn):
-                return evaluator.arrays(body, consts, places, arrays, outs)
+            with evaluator.indexed(index, given.eqn, statistics=True):
+                out = evaluator.arrays(body, consts, places, arrays, outs)
+            if any(evaluator.returned):  # Flax computes statistics here too, and drops them
+                raise one_batch_error(evaluator, given.eqn)
+            return out
 
         def with_residuals(index: Any, *arrays: Any) -> Any:
-            with evaluator.indexed(index, given.eqn):
+            with evaluator.indexed(index, given.eqn, statistics=True):
                 out = evaluator.arrays(fwd.jaxpr, fwd.consts, places, arrays, found_at)
             statistics[:] = evaluator.returned[count:]
             return out[:count], (index, out[count:])
@@ -104,7 +108,7 @@ def custom_vjp(given: Given) -> Decision:
             given_at = [*kept, *map(_of_cotangent, chosen(outs, call.of_results))]
             arrays = [*saved, *chosen(cotangents, call.of_results)]
             wanted = [*map(_of_cotangent, chosen(places, call.of_operands))]
-            with evaluator.indexed(index, given.eqn):
+            with evaluator.indexed(index, given.eqn, statistics=True):
                 found = evaluator.arrays(
                     back.jaxpr, back.consts, given_at, arrays, wanted, statistics
                 )

@@ -83,7 +83,7 @@ class GlobalEvaluator:
       known: sums over all parts that were computed before, for several micro-batches.
       collects: whether a sum that is not known is raised, as `NeedsSum`.
       limit: bytes that one operation may all-gather; None for any number.
-      statistics: whether functions with a derivative return statistics of a micro-batch as one, of
+      statistics: whether a `custom_vjp` returns statistics of a micro-batch as a derivative, of
         which gshard takes the largest (fp8).
       own_gradients: whether the loss has backward passes that the user wrote.
       of_examples: whether the parts are of the examples, and not of their sequences.
@@ -194,8 +194,11 @@ class GlobalEvaluator:
             results = zip(eqn.outvars, values, strict=True)
             source = (eqn, values)
             return [Value(REPLICATED, v.aval, source=source, summed=x) for v, x in results]
+        is_statistic = any(x.statistic for x in values)
         if _is_from_nothing(eqn, values, decision):
-            return [Value(REPLICATED, eqn.outvars[0].aval, None, (eqn, values), depends, positions)]
+            aval, source = eqn.outvars[0].aval, (eqn, values)
+            late = Value(REPLICATED, aval, None, source, depends, positions, statistic=is_statistic)
+            return [late]
         if decision.largest is not None and self._puts_off_extremes:
             (own,) = bind(eqn, [self.convert(values[0], decision.operands[0], eqn)])
             return [self._extreme(eqn, values, own, decision.largest)]
@@ -210,10 +213,11 @@ class GlobalEvaluator:
             else:
                 results = bind(eqn, arrays, **decision.params)
         of_micro_batch = decision.largest is not None and self.micro_batches > 1
-        statistic = of_micro_batch or any(x.statistic for x in values)
-        out = []
+        statistic, out = of_micro_batch or is_statistic, []
         for v, x, place in zip(eqn.outvars, results, decision.results, strict=True):
             self._check(eqn, v.aval, x, place)
+            if statistic and place != REPLICATED:  # no statistic, but computed with one
+                raise one_batch_error(self, eqn)
             varies = depends and jnp.issubdtype(v.aval.dtype, jnp.inexact)
             out.append(Value(place, v.aval, x, depends=varies, positions=positions))
             out[-1].statistic = statistic
@@ -365,14 +369,14 @@ class GlobalEvaluator:
         return placement if same else REPLICATED
 
     @contextmanager
-    def indexed(self, index: jax.Array, eqn: Any) -> Iterator[None]:
-        """Uses this index of the part, for a function with a derivative that `eqn` calls.
+    def indexed(self, index: jax.Array, eqn: Any, statistics: bool = False) -> Iterator[None]:
+        """Uses this index of the part, for a function that `eqn` calls.
 
-        It may not close over the other index.
+        It may not close over the other index. `statistics`: whether it may compute statistics.
         """
         before = self.partition, self._takes_statistics
         self.partition = replace(self.partition, index=index)
-        self._takes_statistics = self.statistics
+        self._takes_statistics |= statistics and self.statistics
         try:
             with self._called_by(eqn):
                 yield

@@ -56,7 +56,9 @@ class Evaluator(Protocol):
         """Counts what is recorded inside as often as a loop runs."""
         ...
 
-    def indexed(self, index: jax.Array, eqn: Any) -> AbstractContextManager[None]:
+    def indexed(
+        self, index: jax.Array, eqn: Any, statistics: bool = False
+    ) -> AbstractContextManager[None]:
         """Uses this index of the part, for a function that an equation calls."""
         ...
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -226,6 +228,65 @@ def test_fp8_statistics(level):
     for i in range(STEPS):
         plain, state = alone(plain, fp8.batch(i, examples)), step(state, fp8.batch(i, examples))[0]
     fp8.assert_same(gshard.full_params(state), fp8.flat(plain.params))
+
+
+@jax.custom_jvp
+def over_largest(x: Any) -> Any:
+    return x / jnp.abs(x).max()
+
+
+@over_largest.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return over_largest(*primals), tangents[0] / jnp.abs(primals[0]).max()
+
+
+def with_statistics(write: Callable[..., Any], back: Callable[..., Any], x: Any, old: Any) -> Any:
+    """An identity whose derivative with respect to the history is a new one, as of Flax's fp8."""
+    call = jax.custom_vjp(lambda x, history: x * 1)
+    call.defvjp(
+        lambda x, history: (x * 1, write(history, jnp.abs(x).max())),
+        lambda new, d: (back(d), new),
+    )
+    return call(x, old)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda history, top: jnp.concatenate([top[None], history[:-1]]),
+        lambda history, top: jnp.where(jnp.arange(4) == 0, top, jnp.roll(history, 1)),
+        lambda history, top: jnp.roll(history, 1).at[0].set(top),
+    ],
+    ids=["concatenate", "where", "set"],
+)
+def test_statistics_of_micro_batches(write):
+    """The maximum of each is broadcast in some of these, and the last example has the largest."""
+    x = np.arange(1, 13, dtype=np.float32)[:, None] * np.ones(3, np.float32)
+
+    def loss(variables: Any, x: Any, after: Any = jnp.sin, back: Any = jnp.cos) -> Any:
+        history = variables["_overwrite_with_gradient"]["history"]
+        return after(with_statistics(write, back, x @ variables["params"]["w"], history)).mean()
+
+    variables = {
+        "params": {"w": jnp.ones((3, 2))},
+        "_overwrite_with_gradient": {"history": jnp.zeros(4)},
+    }
+    state = TrainState.create(apply_fn=None, params=variables, tx=optax.sgd(0.1))
+    state, plan = gshard.shard_train_state(state, mesh_of(3), "os", min_shard_size=1)
+    step = gshard.make_train_step(loss, plan, micro_batches=2, donate=False)
+    found = gshard.full_params(step(state, x)[0])["_overwrite_with_gradient"]["history"]
+    np.testing.assert_array_equal(found, [36, 0, 0, 0])
+    # maxima that are used otherwise are those of all examples
+    largest = jax.custom_vjp(lambda x: jnp.abs(x).max())
+    largest.defvjp(lambda x: (jnp.abs(x).max(), x), lambda x, d: (d * x,))
+    cases = [
+        ({"after": over_largest}, "reduce_max"),
+        ({"after": largest}, "custom_vjp_call"),
+        ({"back": lambda d: d * jnp.abs(d).max()}, "mul"),
+    ]
+    for used, place in cases:
+        with pytest.raises(gshard.GShardError, match=f"{place} at .* needs all examples"):
+            gshard.make_train_step(partial(loss, **used), plan, micro_batches=2)(state, x)
 
 
 @pytest.mark.parametrize(
