@@ -133,10 +133,17 @@ def _is_running_sum(body: Any, at: int, result: int) -> bool:
     variable = body.invars[at]
     if not jnp.issubdtype(variable.aval.dtype, jnp.number):
         return False
-    uses = [eqn for eqn in body.eqns if any(v is variable for v in eqn.invars)]
-    if len(uses) != 1 or sum(v is variable for v in body.outvars):
-        return False
-    (eqn,) = uses
+    while True:
+        uses = [eqn for eqn in body.eqns if any(v is variable for v in eqn.invars)]
+        if len(uses) != 1 or sum(v is variable for v in body.outvars):
+            return False
+        (eqn,) = uses
+        if eqn.primitive.name != "convert_element_type":
+            break
+        # To the same dtype a loop converts what it carries, if that began as a Python number.
+        if eqn.outvars[0].aval.dtype != variable.aval.dtype:
+            return False
+        (variable,) = eqn.outvars
     adds = eqn.primitive.name in ("add", "add_any")
     once = sum(v is variable for v in eqn.invars) == 1
     last = eqn.outvars[0] is body.outvars[result]

@@ -121,6 +121,12 @@ def on_the_batch(x):
     return lax.cond(x.mean() > 0.2, lambda x: x.mean() * x, lambda x: x, x)
 
 
+def running_sum(x):
+    """Of examples, from Python numbers."""
+    step = lambda c, row: ((c[0] + jnp.sin(row).sum(), c[1] + 2), None)  # noqa: E731
+    return lax.scan(step, (0.0, 1), x)[0]
+
+
 def remat(x, w):
     f = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), (x @ w).sum(0), w * 2))
     return f(jnp.sin(x), w)
@@ -223,6 +229,7 @@ CASES = [
     Case("the other branch", branches, [SCALAR - 1, X, Y], "R 0 0 > 0 P P 1"),
     Case("switched", switched, [SCALAR, X]),
     Case("on the batch", on_the_batch, [X]),
+    Case("running sum", running_sum, [X], "0 > P P"),
     Case("remat", remat, [X, W], "0 R > 0 P R; 0.2 R > 0.2 P R"),
     Case("nested", nested, [STEPS, W]),
     Case("custom_jvp", lambda x: centered(x, 1.0), [X]),
