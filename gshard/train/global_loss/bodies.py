@@ -212,6 +212,7 @@ def _communicates(evaluator: Evaluator, fun: Any, *args: Any) -> bool:
 def cond(given: Given) -> Decision | None:
     """The predicate is replicated, so that all devices take the same branch."""
     branches = [opened(branch) for branch in given.params["branches"]]
+    platforms = given.params.get("branches_platforms")  # of `lax.platform_dependent`
     inside, evaluator = given.placements[1:], given.evaluator
     found = [placements_of(evaluator, body, inside)[0] for body, _ in branches]
     outs = found[0]
@@ -223,8 +224,13 @@ def cond(given: Given) -> Decision | None:
         def branch(body: Any, consts: Any, *arrays: Any) -> Any:
             return evaluator.arrays(body, consts, inside, arrays, outs)
 
+        cases = [partial(branch, *pair) for pair in branches]
+        if platforms is not None:  # only the branch of this platform is compiled
+            by_name = {n: f for names, f in zip(platforms, cases, strict=True) for n in names or ()}
+            default = next((f for x, f in zip(platforms, cases, strict=True) if x is None), None)
+            return lax.platform_dependent(*values[1:], default=default, **by_name)
         chosen = values[0].astype(jnp.int32) if values[0].dtype == jnp.bool_ else values[0]
-        return lax.switch(chosen, [partial(branch, *pair) for pair in branches], *values[1:])
+        return lax.switch(chosen, cases, *values[1:])
 
     return Decision([REPLICATED, *inside], outs, run=run)
 

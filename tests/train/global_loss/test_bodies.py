@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 from gshard import GShardError
 from tests.train.global_loss.placed import (
@@ -127,6 +128,23 @@ def running_sum(x):
     return lax.scan(step, (0.0, 1), x)[0]
 
 
+def by_platform(x):
+    """A branch for another platform, which cannot be compiled for this one."""
+
+    def elsewhere(x):
+        block = pl.pallas_call(
+            lambda x, out: None, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype)
+        )
+        return block(x)
+
+    @jax.custom_jvp
+    def twice(x):
+        return lax.platform_dependent(x, cpu=lambda x: x * 2, default=elsewhere)
+
+    twice.defjvp(lambda x, dx: (twice(*x), 2 * dx[0]))
+    return twice(x)
+
+
 def remat(x, w):
     f = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), (x @ w).sum(0), w * 2))
     return f(jnp.sin(x), w)
@@ -229,6 +247,7 @@ CASES = [
     Case("the other branch", branches, [SCALAR - 1, X, Y], "R 0 0 > 0 P P 1"),
     Case("switched", switched, [SCALAR, X]),
     Case("on the batch", on_the_batch, [X]),
+    Case("by platform", by_platform, [X]),
     Case("running sum", running_sum, [X], "0 > P P"),
     Case("remat", remat, [X, W], "0 R > 0 P R; 0.2 R > 0.2 P R"),
     Case("nested", nested, [STEPS, W]),
