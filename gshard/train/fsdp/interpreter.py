@@ -37,6 +37,8 @@ from gshard.train.fsdp.lazy_param import (
 from gshard.train.fsdp.trace_loss import trace_loss
 from gshard.train.fsdp.use_analysis import ParamUses, by_first_use, share_buckets_of_layers
 
+_TO_COMPLEX = ("complex", "fft", "eig")  # their operands may be real
+
 
 def with_sharded_params(
     fun: Callable[..., Any],
@@ -237,8 +239,9 @@ def _keep_all_but_layers(layers: Sequence[LazyParam]) -> Callable[..., bool]:
     """A `jax.checkpoint` policy that saves all but gathered layers, which a scan would stack.
 
     It sees a primitive and the shapes of its operands: all-gathers are known by those. Arrays of
-    8-bit floats are computed again: `jax.checkpoint` rounds what it saves with
-    `lax.reduce_precision`, which makes NaN of the largest numbers of float8_e4m3fn (JAX 0.10.2).
+    8-bit floats and complex ones are computed again: `jax.checkpoint` rounds what it saves with
+    `lax.reduce_precision`, which makes NaN of the largest numbers of float8_e4m3fn, and refuses
+    complex numbers (JAX 0.10.2).
     """
     specs = [v.spec.of_one_layer() for v in layers]
     known = {(spec.kept_shape, spec.reduced.shard_shape) for spec in specs}
@@ -247,7 +250,9 @@ def _keep_all_but_layers(layers: Sequence[LazyParam]) -> Callable[..., bool]:
         named = map(params.get, ("new_dtype", "preferred_element_type"))
         results = [x for x in named if x is not None] or [aval.dtype for aval in avals]
         floats = [x for x in results if jnp.issubdtype(x, jnp.floating)]
-        if any(jnp.finfo(x).bits == 8 for x in floats):
+        if any(jnp.finfo(x).bits == 8 for x in floats) or primitive.name in _TO_COMPLEX:
+            return False
+        if any(jnp.issubdtype(x, jnp.complexfloating) for x in results):
             return False
         if primitive.name.startswith("custom_vjp_call"):
             shapes = [aval.shape for aval in avals if aval.shape]  # without seed and token

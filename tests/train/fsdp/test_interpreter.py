@@ -128,6 +128,12 @@ def tied_in_half(p, batch):
     return cross_entropy(logits, batch["labels"])
 
 
+def rotated(x, w):
+    """A layer with complex activations, as of a state space model."""
+    y = x @ w
+    return jnp.tanh((jnp.exp(1j * w[0]) * jax.lax.complex(y, jnp.fft.rfft(x).real.sum() + y)).real)
+
+
 LOSSES = {
     "unrolled": unrolled,
     "scan": scanned(layer),
@@ -152,6 +158,7 @@ LOSSES = {
     "checkpoint and penalty": penalised(jax.checkpoint(unrolled)),
     "scan and penalty": penalised(scanned(layer)),
     "two scans": two_scans,
+    "scan of complex numbers": scanned(rotated),
     "walked and closed over": lambda p, b: walked_and_indexed(p, b),
 }
 
