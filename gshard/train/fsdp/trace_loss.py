@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
+from flax.errors import TraceContextError
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType
 
@@ -80,6 +81,8 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
             else:
                 mesh = _mesh_of_user(here, missing) if mesh is None else AbstractMesh((), ())
             refused.append(error)
+        except TraceContextError as error:
+            raise _mutation_refusal(error) from error
         except Exception as error:
             explain_shapes(error)
             raise
@@ -176,6 +179,18 @@ def _explicit_refusal(error: Exception) -> GShardError:
         "type Explicit, and those of gshard are Auto. Leave it out, or turn off the sharding "
         "configuration of the model: gshard shards parameters and examples by itself. Activations "
         "can be sharded over axes without data by jax.lax.with_sharding_constraint."
+    )
+
+
+def _mutation_refusal(error: Exception) -> GShardError:
+    """Returns a readable error for a loss that changes an NNX object outside of it."""
+    found = re.search(r"mutate (\w+)", str(error))
+    what = f", the {found[1]} of an NNX object" if found else ""
+    return GShardError(
+        f"the function changes what it closes over{what}{_line_of(error)}. The function runs only "
+        "while JAX traces it, so such a change would be lost. Return the values that it needs (a "
+        "loss: as aux, with has_aux=True), and change the object after the step. An nnx.Rngs "
+        "belongs in the model."
     )
 
 

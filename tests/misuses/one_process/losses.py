@@ -128,6 +128,17 @@ def closed_over(_):
     return as_alone(loss=lambda p, b: loss_fn({**p, "b": p["b"] + offset}, b))
 
 
+def closed_over_metric(_):
+    """An NNX object of the caller's that the loss changes."""
+    metric = nnx.metrics.Average()
+
+    def loss(p, b):
+        metric.update(values=b["x"])
+        return loss_fn(p, b)
+
+    return one(loss)
+
+
 def closed_over_sharded(_):
     """An array of a sharded state that the loss closes over."""
     other = shard(level="p_g_os")[0].params["w"]
@@ -234,6 +245,9 @@ ROWS = {
     "it closes over an array of a sharded state": right(closed_over_sharded),
     "it closes over the batch": warned(
         lambda _: one(lambda p, _: loss_fn(p, BATCH)), "reads no array of its batch", "every device"
+    ),
+    "it updates a metric that it closes over": refused(
+        closed_over_metric, "MetricState of an NNX object", "losses.py", "has_aux=True"
     ),
     "it closes over a key": right(closed_over_key),
     "it reads other parameters than its own": refused(closed_over_state, "does not depend on"),
