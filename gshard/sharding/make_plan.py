@@ -239,7 +239,11 @@ def _in_precision(trained: Any, precision: Precision | None) -> tuple[Any, dict[
     }
     if (dtype := precision.reduce_dtype) is None:
         return computed, master, computed
-    return computed, master, jax.tree.map(lambda x: dataclasses.replace(x, dtype=dtype), computed)
+
+    def reduced(x: Layout) -> Layout:
+        return dataclasses.replace(x, dtype=dtype) if is_floating(x.dtype) else x
+
+    return computed, master, jax.tree.map(reduced, computed)
 
 
 def _in_dtypes_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> Any:

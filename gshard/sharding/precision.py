@@ -106,9 +106,11 @@ class Precision:
         """Casts the floating arrays of a tree to the output dtype."""
         if self.output_dtype is None:
             return tree
-        return jax.tree.map(
-            lambda x: x.astype(self.output_dtype) if is_floating(x.dtype) else x, tree
-        )
+
+        def cast(x: Any) -> Any:
+            return jnp.asarray(x, self.output_dtype) if is_floating(jnp.result_type(x)) else x
+
+        return jax.tree.map(cast, tree)
 
 
 def as_precision(precision: Any) -> Precision | None:
@@ -159,6 +161,8 @@ def floating_dtype(value: Any, name: str) -> Any:
     """Checks an argument that is a floating dtype, or its name."""
     choices = f"Choose one of {', '.join(_NAMES)}."
     try:
+        if value is None:  # NumPy's float64
+            raise TypeError("None is no dtype")
         dtype = jnp.dtype(_SHORT.get(value, value) if isinstance(value, str) else value)
     except (TypeError, ValueError) as error:
         hint = did_you_mean(value, _NAMES)

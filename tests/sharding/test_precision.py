@@ -205,6 +205,24 @@ def test_the_dtype_of_the_reduction_is_a_choice(level):
     assert found["low"] == pytest.approx(1, rel=1e-2) and found["low"] < 1.05
 
 
+@pytest.mark.parametrize("level", quick(["dp", "os", "p_g_os"], ["p_g_os"]))
+def test_the_gradient_of_a_complex_parameter_stays_complex(level):
+    params = {"c": np.arange(6) + 1j * np.arange(6, 0, -1), "w": np.ones(6)}
+    params = {"c": params["c"].astype(np.complex64), "w": params["w"].astype(np.float32)}
+
+    def loss(p, b):
+        return jnp.abs(b["x"][:, :6] * p["c"] * p["w"]).mean()
+
+    precision = gshard.Precision("float32", reduce_dtype="float32")
+    _, plan = made = gshard.shard_train_state(
+        (params, optax.sgd(1.0)), mesh(), level, min_shard_size=4, precision=precision
+    )
+    state, _ = gshard.make_train_step(loss, plan)(made[0], batch())
+    grads = jax.grad(loss)(params, batch())
+    for name, x in gshard.full_params(state).items():
+        np.testing.assert_allclose(x, params[name] - np.asarray(grads[name]), rtol=1e-6)
+
+
 def test_exceptions_stay_and_need_no_copy():
     precision = gshard.Precision(exceptions={"LayerNorm": "float32"}, reduce_dtype=jnp.float32)
     tx = optax.sgd(0.1)
@@ -302,6 +320,11 @@ def test_nnx_and_output_dtype():
     assert value.dtype == jnp.float32
     measure = gshard.make_eval_step(lambda m, b: m(b["x"]).astype(jnp.float32), plan)
     assert measure(model, batch()).dtype == jnp.bfloat16
+    measure = gshard.make_eval_step(lambda m, b: {"half": 0.5, "count": 3}, plan)
+    assert {k: x.dtype for k, x in measure(model, batch()).items()} == {
+        "half": jnp.bfloat16,
+        "count": jnp.int32,
+    }
     for x, y in zip(
         jax.tree.leaves(gshard.full_params((model, optimizer))),
         jax.tree.leaves(gshard.full_params(other)),
@@ -326,6 +349,7 @@ BAD = {
     "near": (lambda: gshard.Precision(reduce_dtype="flaot32"), ("'flaot32'", "'float32'?")),
     "integer": (lambda: gshard.Precision(param_dtype="int32"), ("param_dtype=int32", "floating")),
     "float64": (lambda: gshard.Precision(param_dtype="float64"), ("float64", "jax_enable_x64")),
+    "none": (lambda: gshard.Precision(param_dtype=None), ("param_dtype=None", "is no dtype")),
     "exceptions": (lambda: gshard.Precision(exceptions=["a"]), ("exceptions=['a']", "map")),
     "pattern": (lambda: gshard.Precision(exceptions={"(": "float32"}), ("regular expression",)),
 }

@@ -250,9 +250,7 @@ def _scatter_gradients(
     cotangents: tuple[list[jax.Array], jax.Array],
 ) -> tuple[list[Any], list[Any], None, jax.Array]:
     full, token = cotangents
-    grads = [
-        c.astype(s.reduced.dtype) if s.converts else c for s, c in zip(specs, full, strict=True)
-    ]
+    grads = [_in_reduce_dtype(c, s) if s.converts else c for s, c in zip(specs, full, strict=True)]
     layouts = [spec.reduced for spec in specs]
     if layouts[0].dim is None:
         return _cotangents_of_kept(specs, full), grads, None, token
@@ -271,6 +269,12 @@ def _scatter_gradients(
     if scope.saves:
         scope.scattered.append(shards[0])
     return _cotangents_of_kept(specs, full, shards), shards, None, token
+
+
+def _in_reduce_dtype(x: jax.Array, spec: GatherSpec) -> jax.Array:
+    # complex where the loss has cast a real parameter
+    is_real = jnp.issubdtype(spec.reduced.dtype, jnp.floating)
+    return (x.real if is_real else x).astype(spec.reduced.dtype)
 
 
 def _cotangents_of_kept(
