@@ -26,6 +26,7 @@ from gshard._util.text import pattern_without
 from gshard.checkpoint.quantized import AT_ONCE, blocks_of, convert, nodes_of, stored_otherwise
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
+from gshard.sharding.master_copies import latest_copies
 from gshard.sharding.plan import Plan, check_state
 from gshard.sharding.validate import refuse_abstract, refuse_donated
 from gshard.train.gradients import LocalGradients
@@ -79,6 +80,9 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
             "save: the state is not the one that its plan was made for: "
             f"{differences(paths, list(layouts))}."
         )
+    master = latest_copies(plan, components.params, components.opt_state.master)
+    own = {f"{MASTER}{path}": x for path, x in master.items()}
+    leaves = [own.get(path, x) for path, x in zip(paths, leaves, strict=True)]
     blocks = blocks_of(plan)
     infos = {p: ArrayInfo(x.shape, str(x.dtype), blocks.get(p)) for p, x in layouts.items()}
     placed = [

@@ -26,6 +26,7 @@ from gshard.sharding.group import Group
 from gshard.sharding.host_arrays import full_on_host
 from gshard.sharding.layout import DEVICE, Layout, all_replicated
 from gshard.sharding.level import Level, LevelChoice
+from gshard.sharding.master_copies import latest_copies
 from gshard.sharding.precision import Precision
 from gshard.sharding.quantized import Quantized
 from gshard.sharding.quantized_array import decoded, encoded, quantized_arrays
@@ -278,9 +279,13 @@ class Plan:
         return dataclasses.replace(parts, opt_state=ShardedOptState(parts.opt_state, master))
 
     def master_params(self, params: Any, opt_state: ShardedOptState) -> tuple[Any, Any]:
-        """Returns the parameters, or their master copies where there are any, and their layouts."""
+        """Returns the parameters, or their master copies where there are any, and their layouts.
+
+        A parameter that was replaced counts, and not its old copy.
+        """
         paths, leaves, structure = flatten(params)
-        leaves = [opt_state.master.get(p, x) for p, x in zip(paths, leaves, strict=True)]
+        master = latest_copies(self, params, opt_state.master)
+        leaves = [master.get(p, x) for p, x in zip(paths, leaves, strict=True)]
         layouts = jax.tree.map(lambda x: self.master.get(x.path, x), self.params)
         return structure.unflatten(leaves), layouts
 

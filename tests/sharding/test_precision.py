@@ -241,10 +241,21 @@ def test_exceptions_stay_and_need_no_copy():
 
 
 @pytest.mark.parametrize("level", quick(["os", "p_g_os"], ["p_g_os"]))
-def test_parameters_that_are_replaced_count(level):
+def test_parameters_that_are_replaced_count(level, tmp_path):
     """Loaded weights, a clipped norm: not undone by the copy."""
     state, plan = divided(level)
+    kernel = np.array(initial()["Dense_0"]["kernel"])
+    kernel[0, 0] = 2  # the others are still those of the copy
+    first = state.params["Dense_0"] | {"kernel": state.params["Dense_0"]["kernel"].at[0, 0].set(2)}
+    one = state.replace(params=state.params | {"Dense_0": first})
+    np.testing.assert_array_equal(gshard.full_params(one)["Dense_0"]["kernel"], kernel)
     state = state.replace(params=jax.tree.map(lambda x: jnp.full_like(x, 2), state.params))
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state)
+        plain = checkpointer.restore(like=divided(level, precision=None)[0]).state
+    full = gshard.full_params(state), plan.unwrap(state).params, gshard.full_params(plain)
+    for x in jax.tree.leaves(full):
+        np.testing.assert_array_equal(x, np.float32(2))
     state, _ = gshard.make_train_step(loss_fn, plan)(state, batch())
     for x in jax.tree.leaves(gshard.full_params(state)):
         assert np.abs(x - 2).max() < 1.5

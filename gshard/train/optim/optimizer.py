@@ -20,6 +20,7 @@ from gshard._util.errors import GShardError, some
 from gshard._util.pytree import differences, flatten, map_leaves, same_leaves
 from gshard._util.tracebacks import short_traceback
 from gshard.sharding.layout import Layout, all_replicated
+from gshard.sharding.master_copies import where_replaced
 from gshard.sharding.plan import Plan, ShardedTransformation, UpdateProducts
 from gshard.sharding.quantized_array import decoded
 from gshard.train.comm.buckets import BUCKET_SIZE
@@ -308,11 +309,10 @@ def local_shards(
     leaves = _where_layouts_differ(slice_shards, leaves, stored, reduced, reduced, plan)
     for i, layout in enumerate(reduced):
         if layout.path in plan.master:
-            low = leaves[i]
-            leaves[i] = low.astype(plan.master[layout.path].dtype)
-            if layout.path in master:  # a parameter that was replaced takes precedence
-                copy = master[layout.path]
-                leaves[i] = jnp.where(copy.astype(low.dtype) == low, copy, leaves[i])
+            if layout.path in master:
+                leaves[i] = where_replaced(master[layout.path], leaves[i])
+            else:
+                leaves[i] = leaves[i].astype(plan.master[layout.path].dtype)
     return cut_padding(leaves, reduced), structure
 
 
