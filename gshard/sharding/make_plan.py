@@ -13,7 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError, some, warn
-from gshard._util.pytree import belongs_to, check_unique, flatten, path_of
+from gshard._util.pytree import belongs_to, check_unique, flatten
 from gshard.sequence.order import Order
 from gshard.sharding.batch_specs import SequenceDims
 from gshard.sharding.group import Group, entry_axes
@@ -21,6 +21,7 @@ from gshard.sharding.keep import Keep, kept_params
 from gshard.sharding.layout import HOST, Layout, all_replicated, lay_out, model_axes_of
 from gshard.sharding.level import Level, parse_level
 from gshard.sharding.nodes import nodes_of
+from gshard.sharding.opt_state_dtypes import as_initialized, as_updated
 from gshard.sharding.plan import Plan, ShardedTransformation
 from gshard.sharding.precision import Precision, is_floating
 from gshard.sharding.rules import (
@@ -141,9 +142,10 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
     nodes = nodes_of(request.mesh)
     sent, reduced = with_wire(computed, reduced, master, request.wire, level, nodes)
     opt_state = parts.opt_state
+    updated = jax.tree.map(lambda x: master.get(x.path, x), computed)
     if precision is not None:
-        updated = jax.tree.map(lambda x: master.get(x.path, x), computed)
-        opt_state = _in_dtypes_of(request.tx, updated, opt_state)
+        opt_state = as_initialized(request.tx, updated, opt_state)
+    opt_state = as_updated(request.tx, updated, opt_state)
     plan = Plan(
         level,
         request.mesh,
@@ -244,16 +246,6 @@ def _in_precision(trained: Any, precision: Precision | None) -> tuple[Any, dict[
         return dataclasses.replace(x, dtype=dtype) if is_floating(x.dtype) else x
 
     return computed, master, jax.tree.map(reduced, computed)
-
-
-def _in_dtypes_of(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> Any:
-    """Returns an abstract optimizer state in the dtypes that `tx` gives it for these parameters."""
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    paths, leaves, _ = flatten(jax.eval_shape(tx.init, abstract))
-    dtypes = {path: x.dtype for path, x in zip(paths, leaves, strict=True)}
-    return jax.tree_util.tree_map_with_path(
-        lambda keys, x: jax.ShapeDtypeStruct(x.shape, dtypes.get(path_of(keys), x.dtype)), opt_state
-    )
 
 
 def _offloaded(plan: Plan) -> Plan:

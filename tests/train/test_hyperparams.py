@@ -91,3 +91,26 @@ def test_what_is_no_number_is_refused(value):
     few = jax.tree.map(lambda x: x[:14], batch())
     with pytest.raises(gshard.GShardError, match="learning_rate"):
         step(state, few)
+
+
+def test_moments_that_they_make_wider():
+    """In bfloat16 next to a float32 parameter: the first update makes moments float32."""
+    own = params()
+    own = {"a": own["v"], "w": jnp.asarray(own["w"], jnp.bfloat16)}
+    tx = optax.inject_hyperparams(optax.adam)(RATES[0])
+    loss = jax.jit(lambda p, b: loss_fn({"w": p["w"].astype("f4"), "v": p["a"]}, b))
+    mesh = gshard.make_mesh(devices=jax.devices()[:3])
+    state, plan = gshard.shard_train_state((own, tx), mesh, "p_g_os", min_shard_size=0)
+    new = jax.eval_shape(plan.optimizer.init, state.params)
+    step = gshard.make_train_step(loss, plan)
+    one = tx.init(own)
+    for _ in range(3):
+        grads = jax.grad(loss)(own, batch())
+        updates, one = tx.update(grads, one, own)
+        own = optax.apply_updates(own, updates)
+        state, _ = step(state, batch())
+    for tree in (state.opt_state.inner, new.inner):
+        assert [x.dtype for x in jax.tree.leaves(tree)] == [x.dtype for x in jax.tree.leaves(one)]
+    full = gshard.full_params(state)
+    np.testing.assert_allclose(full["a"], own["a"], atol=2**-7)
+    np.testing.assert_allclose(full["w"].astype("f4"), own["w"].astype("f4"), atol=2**-7)

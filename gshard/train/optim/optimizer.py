@@ -43,7 +43,9 @@ def shard_optimizer(plan: Plan) -> ShardedTransformation:
         params = to_device(plan.kind.trained(params), plan.params)
         own, structure = local_shards(params, {}, plan)
         own = jax.tree.unflatten(structure, own)
-        inner = plan.encode(plan.pin(plan.tx.init(own), plan.decoded_opt_state))
+        of_state = plan.decoded_opt_state
+        inner = map_leaves(lambda p, x: jnp.asarray(x, p.dtype), of_state, plan.tx.init(own))
+        inner = plan.encode(plan.pin(inner, of_state))
         state = ShardedOptState(inner, _master_copies(own, plan))
         return to_host(state, plan.layouts.opt_state, plan)
 
