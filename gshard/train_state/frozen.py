@@ -57,7 +57,7 @@ def put_back(trained: Any, frozen: dict[str, Any]) -> Any:
         return isinstance(x, optax.MaskedNode)
 
     return jax.tree_util.tree_map_with_path(
-        lambda keys, x: frozen[path_of(keys)] if is_gap(x) else x, trained, is_leaf=is_gap
+        lambda keys, x: frozen.get(path_of(keys), x) if is_gap(x) else x, trained, is_leaf=is_gap
     )
 
 

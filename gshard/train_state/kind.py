@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.training.train_state import TrainState
+from jax import core
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_map_with_path
 
@@ -106,7 +108,18 @@ def abstract(init: Callable[..., Any], *args: Any) -> Any:
     """Returns the state that `init(*args)` would make, with abstract arrays."""
     from flax import nnx
 
-    return nnx.eval_shape(lambda: as_state(init(*args)))
+    state = nnx.eval_shape(lambda: as_state(init(*args)))
+    if is_nnx_pair(state):
+        for path, module in nnx.iter_modules(state[0]):
+            for name, x in vars(module).items():
+                if isinstance(x, core.Tracer):  # which NNX takes for no data
+                    raise GShardError(
+                        f"{'/'.join(map(str, (*path, name)))} of the model is an array of "
+                        "jax.numpy that is no Variable, and an init function is traced, where NNX "
+                        "does not see it. Wrap it, nnx.data(array) or nnx.Variable(array), or "
+                        "pass the model and its optimizer instead of a function."
+                    )
+    return state
 
 
 def abstract_like(state: Any) -> Any:
@@ -131,7 +144,9 @@ def abstract_like(state: Any) -> Any:
     from flax import nnx
 
     def of_variable(x: Any) -> Any:  # NNX treats an abstract array outside a Variable as static
-        return tree_map_with_path(shape, x) if isinstance(x, nnx.Variable) else x
+        if isinstance(x, nnx.Variable):
+            return tree_map_with_path(shape, x)
+        return np.asarray(x, jnp.result_type(x)) if isinstance(x, np.ndarray) else x
 
     graph, arrays = nnx.split(state)
     return nnx.merge(

@@ -107,6 +107,11 @@ class Linen(Kind):
                 "with an optimizer that keeps the slow ones in its state, where they are sharded: "
                 "see docs/your-own-loop.md (Lookahead)."
             )
+        if state.step.shape or not jnp.issubdtype(state.step.dtype, jnp.integer):
+            raise GShardError(
+                f"state.step is {state.step.dtype}{list(state.step.shape)}: it counts the steps "
+                "that were taken. Make it an integer, such as state.replace(step=0)."
+            )
         replaced = overwritten(state.params).get(OVERWRITTEN, {})
         for path, x in zip(*flatten(replaced)[:2], strict=True):
             if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -1,13 +1,16 @@
-"""Arrays that look like those that are refused (`tests/misuses`), and are taken."""
+"""Unusual arrays: what looks like what is refused (`tests/misuses`), and is taken."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
 
 import gshard
 
@@ -36,3 +39,52 @@ def test_an_abstract_state_lowers():
     state, plan = shard(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS))
     step = gshard.make_train_step(loss, plan)
     assert step.lower(state, {"x": jax.ShapeDtypeStruct((16, 16), np.float32)}).as_text()
+
+
+class Tabled(nnx.Module):
+    """With arrays that are in no Variable."""
+
+    def __init__(self, table: Any):
+        self.w, self.table, self.scale = nnx.Param(jnp.ones((16, 8))), table, np.full(8, 2.0)
+
+    def __call__(self, x: Any) -> jax.Array:
+        return x @ self.w[...] * self.scale + self.table
+
+
+def pair(table: Any) -> Any:
+    model = Tabled(table())
+    return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+
+def test_arrays_of_a_model_that_are_in_no_variable():
+    """Of 64 bits, as NumPy makes them; and made by an init function, which is traced."""
+
+    def measure(model: Any, b: Any) -> jax.Array:
+        return (model(b["x"]) ** 2).mean()
+
+    mesh, batch = gshard.make_mesh(), {"x": np.ones((16, 16), np.float32)}
+    for state in (pair(lambda: np.arange(8)), lambda: pair(lambda: nnx.data(jnp.arange(8)))):
+        (model, optimizer), plan = gshard.shard_train_state(state, mesh, "os", min_shard_size=8)
+        step = gshard.make_train_step(measure, plan)
+        found = [float(step(model, optimizer, batch)["loss"]) for _ in range(2)]
+        assert found[0] == pytest.approx(np.mean((16 * 2 + np.arange(8)) ** 2))
+        assert found[1] < found[0]
+    with pytest.raises(gshard.GShardError, match="table of the model .* nnx.data"):
+        gshard.shard_train_state(lambda: pair(lambda: jnp.arange(8)), mesh, "os")
+
+
+def test_a_node_without_leaves_next_to_frozen_parameters():
+    params = {**PARAMS, "gap": optax.MaskedNode()}
+    state, plan = gshard.shard_train_state(
+        (params, optax.adam(0.1)), gshard.make_mesh(), "os", min_shard_size=8, frozen="b"
+    )
+    state, _ = gshard.make_train_step(loss, plan)(state, {"x": np.ones((16, 16), np.float32)})
+    full = gshard.full_params(state)
+    assert full["gap"] == optax.MaskedNode() and not full["b"].any() and full["w"].max() < 1
+
+
+@pytest.mark.parametrize("step", [np.zeros(1, np.int32), 3.0, True])
+def test_a_step_that_counts_nothing(step: Any):
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.sgd(0.1)).replace(step=step)
+    with pytest.raises(gshard.GShardError, match="state.step is .* Make it an integer"):
+        gshard.shard_train_state(state, gshard.make_mesh(), "os")
