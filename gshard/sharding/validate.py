@@ -7,7 +7,7 @@ another sharding at every step, or fail deep inside a compiled program.
 from __future__ import annotations
 
 import weakref
-from numbers import Integral, Real
+from numbers import Complex, Integral, Real
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from gshard._util.errors import DonatedStateError, GShardError, some
 from gshard._util.pytree import flatten, same_leaves
 from gshard.sharding.layout import DEVICE, HOST
 
-_NUMBERS = (int, float, np.number, np.ndarray)
+_NUMBERS = (int, float, complex, np.generic, np.ndarray)
 
 
 class TreeChecker:
@@ -168,8 +168,10 @@ def refuse_donated(leaves: list[Any]) -> None:
 def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
     """Describes how a leaf differs from the plan, if at all. JAX replicates host values itself."""
     if not hasattr(x, "dtype") or isinstance(x, np.number):  # a hyperparameter, or a step count
-        kind = Real if jnp.issubdtype(wanted.dtype, jnp.floating) else Integral
-        fits = wanted.shape == () and isinstance(x, kind) and not isinstance(x, bool)
+        kinds = (jnp.floating, Real), (jnp.integer, Integral), (jnp.complexfloating, Complex)
+        fits = any(jnp.issubdtype(wanted.dtype, d) and isinstance(x, kind) for d, kind in kinds)
+        fits = isinstance(x, bool) if wanted.dtype == bool else fits and not isinstance(x, bool)
+        fits = fits and wanted.shape == ()
         return "" if fits else f"is a {type(x).__name__}, stored as {_form(wanted)}"
     numpy = isinstance(x, (np.ndarray, np.generic))
     dtype = dtypes.canonicalize_dtype(x.dtype) if numpy else x.dtype
@@ -186,7 +188,10 @@ def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
     if _on_host(x.sharding) != _on_host(sharding):
         here, there = (HOST if _on_host(s) else DEVICE for s in (x.sharding, sharding))
         return f"is in {here} memory, not in {there} memory"
-    return f"is stored on {_describe(x.sharding)}, not on {_describe(sharding)}"
+    here, there = _describe(x.sharding), _describe(sharding)
+    if here == there:
+        return f"is stored on {here} of another mesh, with other devices or in another order"
+    return f"is stored on {here}, not on {there}"
 
 
 def placed(x: Any, wanted: jax.ShapeDtypeStruct) -> Any:

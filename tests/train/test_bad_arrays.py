@@ -88,3 +88,31 @@ def test_a_step_that_counts_nothing(step: Any):
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.sgd(0.1)).replace(step=step)
     with pytest.raises(gshard.GShardError, match="state.step is .* Make it an integer"):
         gshard.shard_train_state(state, gshard.make_mesh(), "os")
+
+
+def test_numbers_that_are_put_into_fields_between_steps():
+    class State(TrainState):
+        flag: Any = None
+        factor: Any = None
+
+    def scaled(p: Any, b: Any, *, flag: Any, factor: Any) -> jax.Array:
+        return jnp.where(flag, factor.real * loss(p, b), 0)
+
+    state = State.create(apply_fn=None, params=PARAMS, tx=optax.sgd(0.0), flag=True, factor=1 + 1j)
+    state, plan = gshard.shard_train_state(state, gshard.make_mesh(), "os", min_shard_size=8)
+    step, batch = gshard.make_train_step(scaled, plan), {"x": np.ones((16, 16), np.float32)}
+    found = []
+    for flag, factor in ((True, 1 + 1j), (False, 2 + 0j), (np.bool_(True), np.complex64(2))):
+        state, metrics = step(state.replace(flag=flag, factor=factor), batch)
+        found.append(float(metrics["loss"]))
+    assert found == [256, 0, 512]
+    with pytest.raises(gshard.GShardError, match="flag is a int, stored as bool"):
+        step(state.replace(flag=1), batch)
+
+
+def test_a_state_of_devices_in_another_order():
+    state, plan = shard(PARAMS)
+    mesh = gshard.make_mesh(devices=jax.devices()[::-1])
+    _, plan = gshard.shard_train_state((PARAMS, plan.tx), mesh, "os", min_shard_size=8)
+    with pytest.raises(gshard.GShardError, match=r"P\(\) of another mesh, with other devices"):
+        gshard.make_train_step(loss, plan)(state, {"x": np.ones((16, 16), np.float32)})
