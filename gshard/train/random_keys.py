@@ -34,6 +34,12 @@ def typed_key(rng: Any) -> Any:
         return jax.random.wrap_key_data(jnp.asarray(rng))
     if isinstance(rng, jax.Array) and is_key(rng):
         raise GShardError(f"rng= holds keys of shape {rng.shape}. Pass one of them.")
+    if getattr(rng, "dtype", None) == jnp.uint32:
+        raise GShardError(
+            f"rng= is uint32{list(jnp.shape(rng))}, and an old-style key of the kind that JAX uses "
+            f"by default is uint32{list(kind)}. Pass a typed key, such as jax.random.key(0), or of "
+            'another kind jax.random.key(0, impl="rbg").'
+        )
     raise GShardError(f"rng={shown(rng)} is not a PRNG key. Pass one, such as jax.random.key(0).")
 
 
