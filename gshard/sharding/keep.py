@@ -22,7 +22,7 @@ def kept_params(
     metadata: Mapping[str, Sequence[Any]],
     scan_dims: Mapping[str, int | None],
     group: Group,
-    untrained: Sequence[str] = (),
+    untrained: Mapping[str, str | None],
 ) -> dict[str, Kept]:
     """Returns what is kept of some parameters, by their path.
 
@@ -32,7 +32,8 @@ def kept_params(
       metadata: the names of dimensions in Flax's metadata, by path.
       scan_dims: the dimensions that scans over layers iterate over, by path.
       group: the data axes.
-      untrained: paths of the other state, such as an NNX model's that `wrt=` does not train.
+      untrained: paths of the other state, such as an NNX model's that `wrt=` does not train, with
+        the parameter that each belongs to, as an average does: it is stored as that one is.
 
     Raises:
       GShardError: a pattern matches nothing, an axis is not one of the shard axes, or a dimension
@@ -53,9 +54,10 @@ def kept_params(
         axis, dim = _checked(text, value, sizes, group)
         matches = validation.pattern(text, "keep").search
         found = {path: (axis, dim) for path in params if matches(path)}
-        if other := [path for path in untrained if matches(path)]:
+        other = [path for path in untrained if matches(path)]
+        if alone := [path for path in other if untrained[path] is None]:
             warn(
-                f"keep: the pattern {text!r} matches {some(other)}, which the optimizer does not "
+                f"keep: the pattern {text!r} matches {some(alone)}, which the optimizer does not "
                 "train (wrt=): it is not kept, and is all-gathered for the loss. Only trained "
                 "parameters are kept, and those that frozen= names (Linen and plain parameters)."
             )

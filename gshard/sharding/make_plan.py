@@ -98,7 +98,8 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
         return scan_dim_of(path, leaf, scan_names.get(path), request.scan_axes)
 
     scan_dims = {path: scan_dim(path, leaf) for path, leaf in params.items()}
-    untrained = flatten(others)[0]
+    apart = flatten(others)[:2]
+    untrained = dict(zip(apart[0], _parameters_of(*apart, params), strict=True))
     keeps = kept_params(request.keep, params, mesh_names, scan_dims, group, untrained)
     for own in keeps.values():  # all on one axis
         group = dataclasses.replace(group, kept=own.axis)
@@ -186,19 +187,26 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
 def _like_parameters(
     paths: Sequence[str], leaves: Sequence[Any], params: Mapping[str, Layout]
 ) -> list[Layout | None]:
-    """Finds the layouts of leaves whose path ends in a parameter's path, with the same shape.
+    """Finds the layouts of leaves that belong to a parameter.
 
     Compiling `tx.init` would not give these layouts: XLA placed every moment on one device.
     """
+    names = _parameters_of(paths, leaves, params)
+    return [
+        None if name is None else dataclasses.replace(params[name], path=path, dtype=leaf.dtype)
+        for name, path, leaf in zip(names, paths, leaves, strict=True)
+    ]
+
+
+def _parameters_of(
+    paths: Sequence[str], leaves: Sequence[Any], params: Mapping[str, Any]
+) -> list[str | None]:
+    """Finds the parameters in whose path a leaf's path ends, with the same shape."""
 
     def same_shape(position: int, name: str) -> bool:
-        return params[name].shape == tuple(leaves[position].shape)
+        return tuple(params[name].shape) == tuple(leaves[position].shape)
 
-    ends = belongs_to(paths, params, same_shape)
-    return [
-        end and dataclasses.replace(params[end[1]], path=path, dtype=leaf.dtype)
-        for end, path, leaf in zip(ends, paths, leaves, strict=True)
-    ]
+    return [end and end[1] for end in belongs_to(paths, params, same_shape)]
 
 
 def _for_optimizer(rule: Rule) -> Rule:

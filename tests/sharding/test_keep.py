@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import AbstractMesh, AxisType
 
 import gshard
@@ -236,3 +238,19 @@ def test_explain_says_where_an_array_is_kept():
     said = str(gshard.explain(state))
     assert "kept on expert, dim 0 / 6" in said
     assert "All arrays are sharded, except scalars." in said
+
+
+def test_an_average_of_kept_parameters_is_kept_too():
+    class State(TrainState):
+        ema: Any = None
+
+    state = State.create(apply_fn=None, params=params(), tx=optax.adam(1e-3), ema=params())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        on, keep = mesh(data=2, expert=4), {**KEEP, "^ema/": ("expert", 0)}
+        _, plan = gshard.shard_train_state(state, on, "fsdp", keep=keep, min_shard_size=0)
+    of_params, of_ema = (
+        {x.path.removeprefix("ema/"): x.spec for x in jax.tree.leaves(tree)}
+        for tree in (plan.params, plan.non_trainable["ema"])
+    )
+    assert of_params == of_ema and any("expert" in spec for spec in of_ema.values())
