@@ -25,6 +25,7 @@ _REST = 200  # times as long as such a look takes, which the thread leaves the t
 _EXIT_TIMEOUT = 60.0  # for which the first process waits for them when its program has ended
 _program_over = threading.Event()
 _running: set[BackgroundSave] = set()
+_failed: dict[threading.Event, str] = {}  # messages of saves of which nobody has heard yet
 _uncommitted: Draft | None = None  # what the first process may still have to commit
 
 
@@ -62,10 +63,11 @@ class BackgroundSave:
         self._commit.result()
 
     def give_up(self) -> None:
-        """Ends the thread without a commit, because another process failed."""
+        """Ends the thread without a commit, because this process failed or another one."""
         self._given_up.set()
         if self._thread.ident is not None:
             self.join()
+        _failed.pop(self._given_up, None)
 
     def is_done(self) -> bool:
         """Whether this process has nothing more to do for the step."""
@@ -102,9 +104,9 @@ class BackgroundSave:
         except Exception as error:  # raised where somebody waits
             if not self._files.done():
                 self._files.set_exception(error)
+            # Not by `self`, through which the directory would stay locked.
+            _failed[self._given_up] = f"step {self.draft.step} was not saved: {error}"
             self._commit.set_exception(error)
-            if _program_over.is_set():  # nobody will wait
-                print(f"gshard: step {self.draft.step} was not saved: {error}", file=sys.stderr)
         finally:
             _running.discard(self)
             self.finish = bool  # it refers to the copies of the arrays
@@ -138,6 +140,8 @@ def _wait_at_exit() -> None:
     _program_over.set()
     for saving in list(_running):
         saving.join()
+    for message in _failed.values():  # nobody waited, and nobody will
+        print(f"gshard: {message}", file=sys.stderr)
     if unfinished.is_exiting() and _uncommitted is not None:
         # The first process could no longer commit without this one: all end when one has.
         step = _uncommitted.step
@@ -147,6 +151,15 @@ def _wait_at_exit() -> None:
                 time.sleep(_POLL)
 
 
+def _forget() -> None:
+    """A forked child has neither the threads nor the saves, and must not wait for them."""
+    global _uncommitted
+    _running.clear()
+    _failed.clear()
+    _uncommitted = None
+
+
+os.register_at_fork(after_in_child=_forget)
 # A program that ends waits for its last save. Python waits for all threads, but stops executors
 # before, and Orbax writes with these; nothing public comes earlier.
 threading._register_atexit(_wait_at_exit)  # pyright: ignore[reportAttributeAccessIssue]

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
+import resource
 import signal
 import sys
+import time
 from pathlib import Path
 
 import gshard
@@ -33,6 +36,17 @@ def ends(directory: str, how: str) -> None:
         signal.raise_signal(signal.SIGINT)
     if how == "exits":
         sys.exit(7)
+    if how == "forks":  # as loaders of data do
+        child = multiprocessing.get_context("fork").Process(target=int)
+        child.start()
+        child.join(20)
+        child.kill()
+        sys.exit(child.exitcode is None)
+    if how == "fails":
+        checkpointer.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+        checkpointer.save(3, state)
+        time.sleep(2)
 
 
 def trains(folder: Path, kills: list[int]) -> None:

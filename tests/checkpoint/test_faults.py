@@ -38,7 +38,7 @@ def test_killed_trainings_go_on_from_what_they_saved(number, tmp_path):
 # ---- how a program ends -------------------------------------------------------------------------
 
 ENDS = [(1, "of itself"), (1, "raises"), (1, "is interrupted"), (1, "exits")]
-ENDS += [(2, how) for _, how in ENDS]
+ENDS += [*((2, how) for _, how in ENDS), (1, "forks"), (1, "fails")]
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,13 @@ def test_a_program_that_ends_waits_for_its_last_save(processes, how, tmp_path):
     if processes > 1:
         command = launch("--nproc_per_node", processes, *words)
     codes = {"of itself": 0, "raises": 1, "is interrupted": 130, "exits": 7}
+    codes |= {"forks": 0, "fails": 0}
     with running(command, tmp_path) as job:
         code = job.code()
         # The shell's 130 is the system's -2.
         assert code % 128 in (codes[how] % 128, -signal.SIGINT % 128), job.err
         job.assert_nobody_left()
+    assert ("\ngshard: step 3 was not saved: " in job.err) == (how == "fails"), job.err
     checkpointer = gshard.Checkpointer(tmp_path / "steps")
     assert checkpointer.all_steps() == [1, 2], job.err
     assert not checkpointer.verify(1) and not checkpointer.verify(2)
