@@ -7,7 +7,7 @@ parameters that the checkpoint lacks, or the other way round; `source_of` finds 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -173,24 +173,29 @@ def read_components(
     has values by path for arrays that the checkpoint does not have to contain, `kept` arrays of the
     state that stay whatever it contains.
     """
-    layouts, nodes = layouts_of(plan), nodes_of(plan)
+    layouts = layouts_of(plan)
     new = {path: fresh[path] for path in layouts if path in fresh and path not in stored}
     arrays = {path: shard_leaf(x, layouts[path], plan) for path, x in new.items()}
     for group in _to_read(stored, plan, cast, {*new, *kept}, partial(_advice, kept, fresh)):
-        found = read({source: _abstract(x, plan) for source, x in group.arrays.values()})
-        of_group = {path: found[source] for path, (source, _) in group.arrays.items()}
-        for path, layout in group.to_convert.items():
-            paths = [p for p, _ in _leaves_at(path, layout)]
-            x = jax.tree.unflatten(jax.tree.structure(layout), map(of_group.pop, paths))
-            made = jax.tree.leaves(convert(x, layout, nodes[path], plan))
-            wanted = [p for p, _ in _leaves_at(path, nodes[path])]
-            of_group |= dict(zip(wanted, made, strict=True))
-        arrays |= of_group
+        arrays |= _read_group(read, group, plan)
     leaves = [
         kept[path] if path in kept else _as_stored(arrays.get(path), x, plan)
         for path, x in layouts.items()
     ]
     return jax.tree.unflatten(jax.tree.structure(plan.layouts), leaves)
+
+
+def read_one_by_one(
+    read: Read, stored: Mapping[str, ArrayInfo], plan: Plan, paths: Collection[str]
+) -> Iterator[tuple[str, jax.Array]]:
+    """What `read_components` with `cast=True` reads of some arrays, one array or moment at a time.
+
+    Random keys are their data, as in `arrays_of`.
+    """
+    for group in _to_read(stored, plan, True, (), partial(_advice, (), ()), alone=True):
+        if any(path in paths for path in group.paths()):
+            found = _read_group(read, group, plan)
+            yield from ((path, x) for path, x in found.items() if path in paths)
 
 
 def arrays_to_read(
@@ -247,17 +252,42 @@ class _Group(NamedTuple):
     """Arrays that are read together.
 
     `arrays` are the stored path and the layout of each, by the path in the state; `to_convert` the
-    layouts of moments that are converted after that, by the path of the moment.
+    layouts of moments as read and as they are converted after that, by the path of the moment.
     """
 
     arrays: dict[str, tuple[str, Layout]]
-    to_convert: dict[str, Any]
+    to_convert: dict[str, tuple[Any, Any]]
+
+    def paths(self) -> Iterable[str]:
+        """The paths in the state of all its arrays."""
+        moments = [_leaves_at(path, wanted) for path, (_, wanted) in self.to_convert.items()]
+        return [p for x in moments for p, _ in x] if moments else self.arrays
+
+
+def _read_group(read: Read, group: _Group, plan: Plan) -> dict[str, jax.Array]:
+    """The arrays of a group by their paths in the state, converted if need be."""
+    found = read({source: _abstract(x, plan) for source, x in group.arrays.values()})
+    arrays = {path: found[source] for path, (source, _) in group.arrays.items()}
+    for path, (layout, wanted) in group.to_convert.items():
+        paths = [p for p, _ in _leaves_at(path, layout)]
+        x = jax.tree.unflatten(jax.tree.structure(layout), map(arrays.pop, paths))
+        made = jax.tree.leaves(convert(x, layout, wanted, plan))
+        arrays |= zip([p for p, _ in _leaves_at(path, wanted)], made, strict=True)
+    return arrays
 
 
 def _to_read(
-    stored: Mapping[str, ArrayInfo], plan: Plan, cast: bool, new: Collection[str], advice: Advice
+    stored: Mapping[str, ArrayInfo],
+    plan: Plan,
+    cast: bool,
+    new: Collection[str],
+    advice: Advice,
+    alone: bool = False,
 ) -> list[_Group]:
-    """The arrays to read, in groups: at most two, and those of moments to convert."""
+    """The arrays to read, in groups: at most two, and those of moments to convert.
+
+    With `alone`, each array and each moment is a group.
+    """
     nodes, others = nodes_of(plan), stored_otherwise(plan, stored)
     layouts = {
         p: x for path, node in nodes.items() for p, x in _leaves_at(path, others.get(path, node))
@@ -268,15 +298,16 @@ def _to_read(
     plain = {p: s for p, s in sources.items() if not any(p in x for x in of_others)}
     groups = [
         _Group({p: (sources[p], layouts[p]) for p in paths if layouts[p].size}, {})
-        for paths in _with_distinct_sources(plain)
+        for paths in ([[p] for p in plain] if alone else _with_distinct_sources(plain))
     ]
-    size = AT_ONCE
+    most = 0 if alone else AT_ONCE
+    size = most
     for (path, layout), leaves in zip(others.items(), of_others, strict=True):
         more = sum(x.bytes_per_device for x in leaves.values())
-        if size + more > AT_ONCE:
+        if size + more > most:
             groups, size = [*groups, _Group({}, {})], 0
         groups[-1].arrays.update({p: (sources[p], x) for p, x in leaves.items()})
-        groups[-1].to_convert[path] = layout
+        groups[-1].to_convert[path] = layout, nodes[path]
         size += more
     return groups
 

@@ -223,7 +223,7 @@ class Checkpointer:
             data = None if data_state is None else packed_data_state(data_state)
             table = as_metadata(metadata)
             self._retention.check(table)
-            return Contents(StepInfo.of(number, infos, plan, table), arrays, data)
+            return Contents(StepInfo.of(number, infos, plan, table), arrays, data, plan)
 
         writer, elsewhere = self._writer_of(step, flag("force", force))
         if writer is None:
@@ -400,8 +400,8 @@ class Checkpointer:
                     self._local.forget(lambda own: own > found.step)
                 else:
                     self._local.abandon(found.step)
-            newest = max(steps_everywhere(self._store), default=None)
-            if found.step == newest and found.source == str(self._store):
+            there = set(steps_everywhere(self._store)) - self._writer.damaged
+            if found.step == max(there, default=None) and found.source == str(self._store):
                 self._writer.has_restored(found.step, found.metadata, found.data_state)
             self._rhythm.start_again()
             late_checks(plan).forget()

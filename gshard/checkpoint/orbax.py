@@ -21,7 +21,6 @@ from gshard._util.validation import flag, shown
 from gshard.checkpoint import array_ranges
 from gshard.checkpoint.arrays import (
     ArrayInfo,
-    Read,
     layouts_of,
     read_components,
     state_and_plan,
@@ -69,18 +68,6 @@ def merge(step: Path) -> None:
     _handler().finalize(epath(step / ARRAYS))
 
 
-def differing_arrays(read_stored: Read, arrays: Mapping[str, jax.Array]) -> list[str]:
-    """Paths of the arrays whose bits differ from the stored ones; one is read at a time."""
-    found = []
-    for path, x in arrays.items():
-        wanted = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        stored = read_stored({path: wanted})[path].addressable_shards
-        pairs = zip(x.addressable_shards, stored, strict=True)
-        if any(a.replica_id == 0 and _bits(a.data) != _bits(b.data) for a, b in pairs):
-            found.append(path)
-    return found
-
-
 def files_of(step: Path, process: int) -> list[str]:
     """The paths of the files that one process wrote, within the step."""
     found = [*(step / ARRAYS / _own_folder(process)).rglob("*")]
@@ -106,10 +93,6 @@ def _how_to_read(wanted: jax.ShapeDtypeStruct) -> Any:
         dtype=wanted.dtype,
         strict=False,  # it may have other padding
     )
-
-
-def _bits(x: jax.Array) -> bytes:
-    return np.asarray(x).tobytes()
 
 
 def _own_folder(process: int) -> str:

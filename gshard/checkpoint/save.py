@@ -10,17 +10,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from gshard._util.errors import CallOrderError, GShardError, some, warn
-from gshard.checkpoint.arrays import check_same_run
+from gshard.checkpoint.arrays import ArrayInfo, Read, check_same_run, read_one_by_one
 from gshard.checkpoint.background_save import BackgroundSave
 from gshard.checkpoint.data_state import packed_data_state
-from gshard.checkpoint.orbax import differing_arrays
 from gshard.checkpoint.retention import RetentionPolicy, readable_metadata
 from gshard.checkpoint.step_files import StoreError
 from gshard.checkpoint.step_info import StepInfo
 from gshard.checkpoint.store import Draft, Reader, Store
 from gshard.distributed.agree import FailedError, all_gather_text, run_on_all
+from gshard.sharding.plan import Plan
 
 # A skipped step changes these arrays but not the step's number.
 _COUNTS = ("opt_state/guard/", "opt_state/scaler/")
@@ -46,6 +47,7 @@ class Contents(NamedTuple):
     info: StepInfo
     arrays: Mapping[str, jax.Array]
     data: bytes | None
+    plan: Plan  # of the arrays
 
     @property
     def step(self) -> int:
@@ -184,7 +186,8 @@ class StepWriter:
     def _check_same(self, contents: Contents) -> None:
         """Refuses `contents` that are not the step that was just written.
 
-        Arrays that are other objects than those that were written are compared with the files.
+        Arrays that are other objects than those that were written are compared with what a restore
+        gives, since the step may have been restored in another form, such as another precision.
         After a skipped step the number is the same, and so are all arrays but the counts of skipped
         steps: then the step is not changed, nor are its data state and metadata.
         """
@@ -197,7 +200,12 @@ class StepWriter:
         with self.store.reader(verify=False) as reader:
 
             def compare() -> list[str]:
-                return differing_arrays(partial(reader.read, contents.step), read)
+                try:
+                    stored = StepInfo.read(where).arrays
+                    one = partial(reader.read, contents.step)
+                    return _differing_arrays(one, stored, contents.plan, read)
+                except GShardError as error:
+                    raise GShardError(f"save: {where}: {error}") from error
 
             changed = run_on_all(compare, call=call)
         changed = _all_of(changed)
@@ -325,6 +333,24 @@ class StepWriter:
         reason = str(why).removesuffix(".")
         text = f"step {step} was not saved in {self.store}: {reason}. {known}."
         return SaveFailedError(text, step)
+
+
+def _differing_arrays(
+    read: Read, stored: Mapping[str, ArrayInfo], plan: Plan, arrays: Mapping[str, jax.Array]
+) -> list[str]:
+    """Paths of the arrays whose bits differ from those that a restore gives."""
+    found = []
+    for path, y in read_one_by_one(read, stored, plan, arrays):
+        x = arrays[path]
+        y = y if x.sharding.is_equivalent_to(y.sharding, x.ndim) else jax.device_put(y, x.sharding)
+        pairs = zip(x.addressable_shards, y.addressable_shards, strict=True)
+        if any(a.replica_id == 0 and _bits(a.data) != _bits(b.data) for a, b in pairs):
+            found.append(path)
+    return found
+
+
+def _bits(x: jax.Array) -> bytes:
+    return np.asarray(x).tobytes()
 
 
 def _all_of(paths: Collection[str]) -> set[str]:

@@ -281,6 +281,7 @@ def test_with_and_without_master_copies(tmp_path):
     with gshard.Checkpointer(tmp_path / "exact") as checkpointer:
         checkpointer.save(1, exact.state)
         new = checkpointer.restore(like=rounded.state).state
+        checkpointer.save(1, new)
         found = gshard.full_params(new)  # the master copies
         for x, y in zip(
             *map(jax.tree.leaves, (found, gshard.full_params(exact.state))), strict=True
@@ -290,6 +291,7 @@ def test_with_and_without_master_copies(tmp_path):
     with gshard.Checkpointer(tmp_path / "rounded") as checkpointer:
         checkpointer.save(1, rounded.state)
         new = checkpointer.restore(like=Training("dp", 3).state).state
+        checkpointer.save(1, new)  # it is what was saved, in another form
         expected = jax.tree.leaves(gshard.full_params(rounded.state))
         for x, y in zip(jax.tree.leaves(new.params), expected, strict=True):
             assert (np.asarray(x) == y).all()
@@ -486,6 +488,20 @@ def test_the_step_that_was_restored_is_not_written_again(tmp_path, run):
         checkpointer.restore(4, like=run.state)
         with pytest.raises(gshard.GShardError, match="not after the newest one, 5"):
             checkpointer.save(4, restored.state)
+
+
+def test_a_step_that_was_restored_instead_of_a_damaged_one_is_not_written_again(tmp_path, run):
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        for number in (4, 5):
+            checkpointer.save(number, run.state)
+    (tmp_path / "5" / "gshard.json").write_text("{}")
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        with pytest.warns(gshard.GShardWarning, match="Step 4 is restored instead"):
+            restored = checkpointer.restore(like=run.state)
+        checkpointer.save(4, restored.state)
+        with pytest.warns(gshard.GShardWarning, match="the damaged step 5 is now"):
+            checkpointer.save(6, restored.state)
+    assert checkpointer.all_steps() == [4, 6]
 
 
 def test_another_state_under_the_number_saved_last_is_refused(tmp_path):

@@ -83,6 +83,9 @@ def test_moments_are_restored_in_the_form_that_the_plan_has(source, name, tmp_pa
         checkpointer.save(1, state)
         other, its_plan = make(precision, level, devices, offload=name == "offload")
         restored = checkpointer.restore(like=other).state
+        checkpointer.save(1, restored)  # it is what was saved, in another form
+        with pytest.raises(gshard.GShardError, match="another state under this number: params"):
+            checkpointer.save(1, other)
     assert_placed(restored, its_plan)
     assert bool(quantized_arrays(its_plan.opt_state)) == (precision == "int8")
     before, after = moments(state, plan), moments(restored, its_plan)
