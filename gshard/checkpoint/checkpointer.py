@@ -401,7 +401,10 @@ class Checkpointer:
                 else:
                     self._local.abandon(found.step)
             there = set(steps_everywhere(self._store)) - self._writer.damaged
-            if found.step == max(there, default=None) and found.source == str(self._store):
+            if self._local is not None and found.source == str(self._local.store):
+                self._local.has_restored(found.step, found.metadata, found.data_state)
+                self._local.count_skipped(arrays_of(found.state, plan)[0])
+            elif found.step == max(there, default=None):
                 self._writer.has_restored(found.step, found.metadata, found.data_state)
             self._rhythm.start_again()
             late_checks(plan).forget()

@@ -96,13 +96,24 @@ class LocalTier(StepWriter):
 
         def described() -> Contents:
             contents = describe()
-            before, self._skipped = self._skipped, _skipped_steps(contents)
+            before = self._skipped
+            self.count_skipped(contents.arrays)
             is_same = contents.step == self.last_step and contents.step in self.steps
             if not (is_same and self._skipped > before):
                 self.last_step = None
             return contents
 
         super().begin(described, compare)
+
+    def has_restored(self, step: int, metadata: Mapping[str, Any], data_state: Any) -> None:
+        """Learns which step this is: it may be saved again, as if this object had written it."""
+        super().has_restored(step, metadata, data_state)
+        self._own = step
+
+    def count_skipped(self, arrays: Mapping[str, jax.Array]) -> None:
+        """Notes how many steps were skipped until these arrays of a state."""
+        count = arrays.get("opt_state/guard/skipped")
+        self._skipped = -1 if count is None else int(count)
 
     def _check_same(self, contents: Contents) -> None:
         """Does nothing: only after a skipped step is the last one not written again."""
@@ -154,8 +165,3 @@ class LocalTier(StepWriter):
             self._own = saving.draft.step
             self.steps = {self._own}
             self.store.drop(lambda step: step != self._own)
-
-
-def _skipped_steps(contents: Contents) -> int:
-    count = contents.arrays.get("opt_state/guard/skipped")
-    return -1 if count is None else int(count)

@@ -379,6 +379,23 @@ def test_a_step_that_was_skipped_leaves_the_local_one_alone(folders, monkeypatch
     assert opened(folders, every=20, local_every=2).restore(like=run.state).step == 24
 
 
+def test_a_restored_step_may_be_saved_again(folders, monkeypatch, recwarn):
+    """By a job that saves before its first step, or whose first step is skipped."""
+    run, checkpointer = rewound(folders)
+    checkpointer.close()
+    with opened(folders, every=20, local_every=2) as checkpointer:
+        run.state = checkpointer.restore(like=run.state).state
+        checkpointer.save(24, run.state)
+        checkpointer.wait()
+    with opened(folders, every=20, local_every=2) as checkpointer:
+        run.state = checkpointer.restore(like=run.state).state
+        skip(run)
+        monkeypatch.setattr(local_store, "write_shards", lambda *given: 1 / 0)  # it stays as it is
+        checkpointer.save(24, run.state)
+        checkpointer.wait()
+        assert checkpointer.restore(like=run.state).step == 24
+
+
 def test_another_state_of_the_same_number_is_written(folders):
     run, checkpointer = rewound(folders)
     other = jax.tree.map(lambda x: x * 2, run.state.params)
