@@ -23,6 +23,7 @@ from gshard._util.arrays import is_key
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import check_unique, differences, flatten
 from gshard._util.text import pattern_without
+from gshard.checkpoint.casts import CASTS, can_cast
 from gshard.checkpoint.quantized import AT_ONCE, blocks_of, convert, nodes_of, stored_otherwise
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
@@ -40,7 +41,6 @@ FIELDS = "non_trainable/"
 FIELDS_OF_PARAMETERS = tuple(f"{FIELDS}{x}/" for x in PARAMETERS)
 _FROZEN = f"{FIELDS}{FROZEN}/"
 _WEIGHTS = (MASTER, PARAMS, *FIELDS_OF_PARAMETERS, FIELDS)  # exact ones first
-CASTS = "cast=True converts floating dtypes into one another, and integer ones."
 _SHOWN = 100  # differences that a message lists
 
 
@@ -385,14 +385,6 @@ def check_fit(
         more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         lines = ["the checkpoint does not fit the state:", *lines[:_SHOWN], *more, fix]
         raise GShardError("\n".join(lines))
-
-
-def can_cast(stored: Any, wanted: Any) -> bool:
-    """Whether `cast=True` converts one dtype, or its name, into another."""
-    if "key" in f"{stored}{wanted}":
-        return False
-    kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
-    return any(jnp.issubdtype(stored, k) and jnp.issubdtype(wanted, k) for k in kinds)
 
 
 def _master(path: str) -> str:

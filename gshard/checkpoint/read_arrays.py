@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gshard._util.errors import GShardError
 from gshard.checkpoint.bounds import Bounds
+from gshard.checkpoint.casts import converted
 from gshard.checkpoint.place_shards import devices_by_bounds, inside, place_shards
 
 _AHEAD = 2**28  # bytes that are on their way at once; two arrays at least
@@ -50,7 +52,7 @@ def read_arrays(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dic
             ahead += size
         shards, size = reading.popleft()
         # Placed by the user's thread, which has their settings of JAX.
-        arrays[path] = place_shards(x, partial(_finished, shards), at_once=True)
+        arrays[path] = place_shards(x, partial(_finished, path, shards, x.dtype), at_once=True)
         ahead -= size
     return arrays
 
@@ -84,14 +86,18 @@ def _shards(stored: Any, wanted: jax.ShapeDtypeStruct) -> dict[Bounds, Any]:
     """Begins to read each shard, all at once: what several of them are in is read once."""
     import tensorstore as ts
 
-    if stored.dtype.numpy_dtype != wanted.dtype:
+    # TensorStore would let integers overflow.
+    if stored.dtype.numpy_dtype != wanted.dtype and not jnp.issubdtype(wanted.dtype, jnp.integer):
         stored = ts.cast(stored, wanted.dtype)
     return {x: stored[inside(x, stored.shape)].read() for x in devices_by_bounds(wanted)}
 
 
-def _finished(shards: dict[Bounds, Any], several: Sequence[Bounds]) -> list[np.ndarray]:
+def _finished(
+    path: str, shards: dict[Bounds, Any], dtype: Any, several: Sequence[Bounds]
+) -> list[np.ndarray]:
     with _explained():
-        return [np.asarray(shards.pop(bounds).result()) for bounds in several]
+        found = [np.asarray(shards.pop(bounds).result()) for bounds in several]
+    return [converted(path, x, dtype) for x in found]
 
 
 def _count(bounds: Bounds) -> int:

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from gshard._util.durable import write_file
 from gshard._util.scratch import scratch_folder
 from gshard.checkpoint.bounds import Bounds
+from gshard.checkpoint.casts import converted
 from gshard.checkpoint.checksums import Damage
 from gshard.checkpoint.data_state import data_state_name
 from gshard.checkpoint.local.complete import Save, find_save
@@ -198,7 +199,7 @@ def _array(path: str, x: jax.ShapeDtypeStruct, found: _Found) -> jax.Array:
         out = np.empty(key.shape, x.dtype)  # never the mapped file: on a CPU JAX may keep it
         for piece, values in found.pieces(key):
             both = piece.shared(key)
-            out[both.within(key)] = values[both.within(piece)]
+            out[both.within(key)] = converted(path, values[both.within(piece)], x.dtype)
         return out
 
     def shards(several: Sequence[Bounds]) -> list[np.ndarray]:

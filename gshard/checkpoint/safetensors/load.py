@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gshard._util.durable import file_path
 from gshard._util.errors import GShardError
 from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import flag
-from gshard.checkpoint.arrays import CASTS, can_cast, with_components
+from gshard.checkpoint.arrays import with_components
 from gshard.checkpoint.bounds import Bounds
+from gshard.checkpoint.casts import CASTS, can_cast, converted
 from gshard.checkpoint.place_shards import inside, place_shards
 from gshard.checkpoint.safetensors.fetched import Fetched
 from gshard.checkpoint.safetensors.folder import tensors_at
@@ -301,22 +301,9 @@ def _read(
             if (tensor := fetched.get(piece.name)) is None:
                 tensor = fetched[piece.name] = Fetched(stored)
             part = tensor.fill(piece.in_tensor(tensor.array)[rest])
-        out[tuple(at.get(x, slice(None)) for x in inside)] = _converted(piece.name, part, dtypes)
+        for dtype in dtypes:
+            part = converted(f"{_CALL}: {piece.name}", part, dtype)
+        out[tuple(at.get(x, slice(None)) for x in inside)] = part
     out = out.reshape([math.prod(sized[x] for x in group) for group in axes])
     whole = slice(None)
     return out[tuple(whole if len(g) == 1 else s for g, s in zip(axes, index, strict=True))]
-
-
-def _converted(name: str, x: np.ndarray, dtypes: Sequence[Any]) -> np.ndarray:
-    for dtype in dtypes:
-        if x.dtype == dtype:
-            continue
-        with np.errstate(over="ignore", invalid="ignore"):  # overflow is infinite, as in JAX
-            new = x.astype(dtype)
-        if jnp.issubdtype(dtype, jnp.integer) and (new != x).any():
-            raise GShardError(
-                f"load_safetensors: {name} holds integers that {dtype} does not. Keep the dtype of "
-                "the file in the state."
-            )
-        x = new
-    return x

@@ -135,6 +135,23 @@ def test_another_dtype_needs_cast(folders):
     assert new.params["w"].dtype == np.float16
 
 
+@pytest.mark.parametrize("step", [1, 100])  # on the machine, and in the directory
+def test_no_integer_becomes_another_one(folders, step):
+    def made(dtype, n):
+        params = {"w": np.ones((8, 4), np.float32), "n": np.array([[n, 1]] * 8, dtype)}
+        return shard((params, optax.sgd(0.1)), "os", 4, frozen="^n$")[0]
+
+    with opened(folders) as checkpointer:
+        checkpointer.save(step, made(np.int32, 300))
+        checkpointer._elsewhere = None  # which is a warning
+        with pytest.raises(gshard.GShardError, match="/n holds integers that int8 does not"):
+            checkpointer.restore(like=made(np.int8, 0), cast=True)
+        new = checkpointer.restore(like=made(np.uint16, 0), cast=True).state
+        found = gshard.full_params(new)["n"]
+        assert found.dtype == np.uint16 and found.tolist() == [[300, 1]] * 8
+        checkpointer._elsewhere = None
+
+
 def test_training_goes_on_while_a_step_is_written(folders, monkeypatch):
     run, trained = Training("os_g", 4), threading.Event()
     write = local_store.write_shards

@@ -1,0 +1,37 @@
+"""What `cast=True` converts, and how: no integer becomes another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from gshard._util.errors import GShardError
+
+CASTS = "cast=True converts floating dtypes into one another, and integer ones."
+
+
+def can_cast(stored: Any, wanted: Any) -> bool:
+    """Whether `cast=True` converts one dtype, or its name, into another."""
+    if "key" in f"{stored}{wanted}":
+        return False
+    kinds = (jnp.floating, jnp.integer, jnp.complexfloating)
+    return any(jnp.issubdtype(stored, k) and jnp.issubdtype(wanted, k) for k in kinds)
+
+
+def converted(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:
+    """The array in this dtype; overflow of a float is infinite, as in JAX.
+
+    Raises:
+      GShardError: it holds an integer that the dtype does not have.
+    """
+    if x.dtype == dtype:
+        return x
+    with np.errstate(over="ignore", invalid="ignore"):
+        new = x.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer) and (new != x).any():
+        raise GShardError(
+            f"{name} holds integers that {dtype} does not. Keep the dtype in which it is stored."
+        )
+    return new
