@@ -19,6 +19,7 @@ import numpy as np
 
 from gshard._util.errors import GShardError, some, warn
 from gshard.checkpoint.safetensors.place import Place, read_range, size_of, version_of
+from gshard.sharding.precision import is_floating
 
 # In the order in which the library writes tensors: the larger alignment first.
 DTYPES: dict[str, np.dtype] = {
@@ -194,10 +195,15 @@ def row_major(x: np.ndarray, dtype: np.dtype) -> Iterator[memoryview]:
     for i in range(0, len(x), rows):
         with np.errstate(over="ignore"):
             block = np.ascontiguousarray(x[i : i + rows], dtype)
-        if dtype == np.float16 and np.isinf(block).any() and not np.isinf(x[i : i + rows]).any():
+        if _is_narrow(dtype) and (lost := np.isfinite(x[i : i + rows]) & ~np.isfinite(block)).any():
             warn(
-                "save_safetensors writes an infinite value for one that float16 cannot hold, "
-                f"{np.abs(x[i : i + rows]).max():g}. Pass dtype='bfloat16', which has the range of "
-                "float32."
+                f"save_safetensors writes an infinite value, or NaN, for one that {dtype} cannot "
+                f"hold, {float(np.abs(x[i : i + rows][lost]).max()):g}. Pass dtype='bfloat16', "
+                "which has the range of float32."
             )
         yield from row_major(block, dtype)
+
+
+def _is_narrow(dtype: np.dtype) -> bool:
+    """Whether it is a floating dtype with less range than float32 and bfloat16."""
+    return is_floating(dtype) and jnp.finfo(dtype).max < jnp.finfo(jnp.bfloat16).max

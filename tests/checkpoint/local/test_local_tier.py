@@ -402,10 +402,12 @@ def test_a_restored_step_may_be_saved_again(folders, monkeypatch, recwarn):
     checkpointer.close()
     with opened(folders, every=20, local_every=2) as checkpointer:
         run.state = checkpointer.restore(like=run.state).state
+        run.state = run.state.replace(params=jax.tree.map(lambda x: x * 2, run.state.params))
         checkpointer.save(24, run.state)
-        checkpointer.wait()
+        other = run.whole()
     with opened(folders, every=20, local_every=2) as checkpointer:
         run.state = checkpointer.restore(like=run.state).state
+        assert_equal_bits(run.whole(), other)
         skip(run)
         monkeypatch.setattr(local_store, "write_shards", lambda *given: 1 / 0)  # it stays as it is
         checkpointer.save(24, run.state)

@@ -293,6 +293,15 @@ def test_floating_weights_are_rounded_to_the_dtype_that_is_asked_for(tmp_path, o
     assert_same(safetensors.load_file(tmp_path / "model.safetensors"), {"t": both})
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_numbers_beyond_the_range_of_the_dtype_are_named(tmp_path, dtype):
+    w = np.array([[1, 7e4, np.inf], [2, 3, -np.inf]], np.float32)
+    state, _ = simple({"w": w})
+    with pytest.warns(gshard.GShardWarning, match=f"{dtype} cannot hold, 70000. Pass"):
+        gshard.save_safetensors(state, tmp_path / "x", dtype=dtype)
+    gshard.save_safetensors(state, tmp_path / "y", dtype="bfloat16")  # no warning
+
+
 def test_metadata(tmp_path):
     state, plan, _ = divided("linen", "os_g", 3)
     state = trained(state, plan, "linen", 2)
