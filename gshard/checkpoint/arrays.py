@@ -72,6 +72,11 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
         )
     paths, leaves, _ = flatten(components)
     check_unique(paths, "arrays of the state")
+    if nameless := [path for path in paths if path.endswith("/")]:  # Orbax drops the slash
+        raise GShardError(
+            f"save: the names of {some(nameless)} are empty or end with a slash, and could not be "
+            "restored. Rename them."
+        )
     refuse_abstract(leaves)
     refuse_donated(leaves)
     layouts = layouts_of(plan)

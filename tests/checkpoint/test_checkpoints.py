@@ -894,6 +894,14 @@ def test_frozen_or_not_on_either_side(tmp_path):
             checkpointer.save(2, new)
 
 
+@pytest.mark.parametrize("params", [{"a": {"": np.ones((8, 4))}}, {"a/": np.ones((8, 4))}])
+def test_names_that_could_not_be_restored_are_refused(tmp_path, params):
+    state, _ = shard((params, optax.sgd(0.1)), "os", 2)
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(gshard.GShardError, match="params/a/ are empty or end with a slash"):
+            checkpointer.save(1, state)
+
+
 def test_inside_jit_there_is_nothing_to_save(tmp_path, run):
     checkpointer = gshard.Checkpointer(tmp_path)
     for act in (
