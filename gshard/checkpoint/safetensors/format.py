@@ -193,15 +193,20 @@ def row_major(x: np.ndarray, dtype: np.dtype) -> Iterator[memoryview]:
         return
     rows = BLOCK // max(each, 1)
     for i in range(0, len(x), rows):
-        with np.errstate(over="ignore"):
-            block = np.ascontiguousarray(x[i : i + rows], dtype)
-        if _is_narrow(dtype) and (lost := np.isfinite(x[i : i + rows]) & ~np.isfinite(block)).any():
-            warn(
-                f"save_safetensors writes an infinite value, or NaN, for one that {dtype} cannot "
-                f"hold, {float(np.abs(x[i : i + rows][lost]).max()):g}. Pass dtype='bfloat16', "
-                "which has the range of float32."
-            )
-        yield from row_major(block, dtype)
+        yield from row_major(rounded(x[i : i + rows], dtype), dtype)
+
+
+def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """The array in this dtype, row-major; a warning names a number that it cannot hold."""
+    with np.errstate(over="ignore"):
+        new = x.astype(dtype, "C", copy=False)
+    if _is_narrow(dtype) and (lost := np.isfinite(x) & ~np.isfinite(new)).any():
+        warn(
+            f"save_safetensors writes an infinite value, or NaN, for one that {dtype} cannot "
+            f"hold, {float(np.abs(x[lost]).max()):g}. Pass dtype='bfloat16', which has the range "
+            "of float32."
+        )
+    return new
 
 
 def _is_narrow(dtype: np.dtype) -> bool:

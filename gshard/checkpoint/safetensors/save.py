@@ -23,6 +23,7 @@ from gshard.checkpoint.safetensors.format import (
     check_writable,
     header,
     nbytes,
+    rounded,
     row_major,
 )
 from gshard.checkpoint.safetensors.name_map import NameMap
@@ -266,7 +267,8 @@ def _write(group: Group, gather: Callable[[str], np.ndarray], files: _Files | No
             full = gather(name)
             for tensor in group.tensors:
                 if piece := tensor.pieces.get(name):
-                    piece.in_tensor(merged[tensor.name])[...] = piece.in_leaf(full)
+                    part = rounded(piece.in_leaf(full), tensor.dtype)
+                    piece.in_tensor(merged[tensor.name])[...] = part
         for tensor in group.tensors:
             files.write(tensor, merged.pop(tensor.name))
 

@@ -300,6 +300,10 @@ def test_numbers_beyond_the_range_of_the_dtype_are_named(tmp_path, dtype):
     with pytest.warns(gshard.GShardWarning, match=f"{dtype} cannot hold, 70000. Pass"):
         gshard.save_safetensors(state, tmp_path / "x", dtype=dtype)
     gshard.save_safetensors(state, tmp_path / "y", dtype="bfloat16")  # no warning
+    state, _ = simple({"a": w, "b": w})
+    names = gshard.NameMap({"{x:a,b}": ("t", "i j -> (x i) j")})
+    with pytest.warns(gshard.GShardWarning, match=f"{dtype} cannot hold, 70000. Pass"):
+        gshard.save_safetensors(state, tmp_path / "z", name_map=names, dtype=dtype)
 
 
 def test_metadata(tmp_path):
