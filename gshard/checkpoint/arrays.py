@@ -7,7 +7,7 @@ parameters that the checkpoint lacks, or the other way round; `source_of` finds 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -39,7 +39,7 @@ Read = Callable[[Mapping[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]]
 PARAMS, MASTER = "params/", "opt_state/master/"
 FIELDS = "non_trainable/"
 FIELDS_OF_PARAMETERS = tuple(f"{FIELDS}{x}/" for x in PARAMETERS)
-_FROZEN = f"{FIELDS}{FROZEN}/"
+FROZEN_PARAMS = f"{FIELDS}{FROZEN}/"
 _WEIGHTS = (MASTER, PARAMS, *FIELDS_OF_PARAMETERS, FIELDS)  # exact ones first
 _SHOWN = 100  # differences that a message lists
 
@@ -85,6 +85,8 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
             "save: the state is not the one that its plan was made for: "
             f"{differences(paths, list(layouts))}."
         )
+    triples = zip(paths, leaves, layouts.values(), strict=True)
+    refuse_misfits([x for x in triples if not _can_be_saved(*x)], "save")
     master = latest_copies(plan, components.params, components.opt_state.master)
     own = {f"{MASTER}{path}": x for path, x in master.items()}
     leaves = [own.get(path, x) for path, x in zip(paths, leaves, strict=True)]
@@ -96,6 +98,33 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
     ]
     pairs = [(path, x) for path, x in zip(paths, placed, strict=True) if np.size(x)]
     return {p: jax.random.key_data(x) if is_key(x) else x for p, x in pairs}, infos
+
+
+def _can_be_saved(path: str, x: Any, layout: Layout) -> bool:
+    """Whether an array has the shape of its layout, or lacks the padding alone.
+
+    An optimizer may change the dtype of its state. What is no array of JAX is padded and converted.
+    """
+    if not isinstance(x, jax.Array):
+        return np.shape(x) == layout.shape
+    is_parameter = path.startswith((PARAMS, MASTER, *FIELDS_OF_PARAMETERS))
+    has_dtype = x.dtype == layout.dtype or not is_parameter
+    return has_dtype and x.shape in (layout.shape, layout.stored_shape)
+
+
+def refuse_misfits(wrong: Sequence[tuple[str, Any, Layout]], call: str) -> None:
+    """Raises a `GShardError` if any arrays, by path, differ from their layouts."""
+    if wrong:
+        found = (
+            f"{path} is {getattr(x, 'dtype', type(x).__name__)}{[*np.shape(x)]}, stored as "
+            f"{layout.dtype}{[*layout.stored_shape]}"
+            for path, x, layout in wrong
+        )
+        raise GShardError(
+            f"{call}: the arrays of the state do not have the layouts of its plan: "
+            f"{some(found, most=3)}. Pass what gshard.shard_train_state or a step returned; for "
+            "other shapes or dtypes, shard the new parameters."
+        )
 
 
 def refuse_waiting(state: Any) -> None:
@@ -114,34 +143,6 @@ def refuse_traced(components: Components, call: str) -> None:
     """Raises a `GShardError` inside `jit`, where arrays have no values."""
     if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(components)):
         raise GShardError(f"{call}: inside jit arrays have no values. Call it outside.")
-
-
-def check_same_run(
-    stored: Mapping[str, ArrayInfo], own: Mapping[str, ArrayInfo], where: str
-) -> None:
-    """Raises a `GShardError` when the parameters differ from those of the stored checkpoints."""
-    (theirs, all_theirs), (mine, all_mine) = map(_params_and_weights, (stored, own))
-    found = [f"{p} is missing" for p in theirs if p not in all_mine]
-    found += [f"{p} is added" for p in mine if p not in all_theirs]
-    both = [p for p in theirs | mine if p in all_theirs and p in all_mine]
-    found += [
-        f"{p} has the shape {all_mine[p]}, there {all_theirs[p]}"
-        for p in both
-        if all_mine[p] != all_theirs[p]
-    ]
-    if found:
-        raise GShardError(
-            f"save: {where} holds checkpoints of another model: {'; '.join(found[:5])}. Nothing "
-            "was written. Choose another directory."
-        )
-
-
-def _params_and_weights(arrays: Mapping[str, ArrayInfo]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The shapes of the parameters, trained and frozen, and those of all weights."""
-    named = {path: weight_at(path) for path in arrays}
-    weights = {name: arrays[path].shape for path, name in named.items() if name is not None}
-    params = [name for path, name in named.items() if path.startswith((PARAMS, _FROZEN))]
-    return {name: weights[name] for name in params if name is not None}, weights
 
 
 def state_and_plan(like: Any, call: str) -> tuple[Any, Plan]:
@@ -249,7 +250,7 @@ def _weights(paths: Iterable[str]) -> set[str]:
 
 def _trained_and_frozen(paths: Iterable[str]) -> tuple[set[str], set[str]]:
     """The paths of the parameters of both kinds."""
-    found = [[p.removeprefix(x) for p in paths if p.startswith(x)] for x in (PARAMS, _FROZEN)]
+    found = [[p.removeprefix(x) for p in paths if p.startswith(x)] for x in (PARAMS, FROZEN_PARAMS)]
     return {*found[0]}, {*found[1]}
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gshard._util.errors import GShardError
@@ -84,11 +83,6 @@ def unreadable(error: Exception) -> str:
 
 def _shards(stored: Any, wanted: jax.ShapeDtypeStruct) -> dict[Bounds, Any]:
     """Begins to read each shard, all at once: what several of them are in is read once."""
-    import tensorstore as ts
-
-    # TensorStore would let integers overflow.
-    if stored.dtype.numpy_dtype != wanted.dtype and not jnp.issubdtype(wanted.dtype, jnp.integer):
-        stored = ts.cast(stored, wanted.dtype)
     return {x: stored[inside(x, stored.shape)].read() for x in devices_by_bounds(wanted)}
 
 
@@ -97,6 +91,7 @@ def _finished(
 ) -> list[np.ndarray]:
     with _explained():
         found = [np.asarray(shards.pop(bounds).result()) for bounds in several]
+    # TensorStore would let integers overflow.
     return [converted(path, x, dtype) for x in found]
 
 

@@ -13,7 +13,14 @@ import jax
 import numpy as np
 
 from gshard._util.errors import CallOrderError, GShardError, some, warn
-from gshard.checkpoint.arrays import ArrayInfo, Read, check_same_run, read_one_by_one
+from gshard.checkpoint.arrays import (
+    FROZEN_PARAMS,
+    PARAMS,
+    ArrayInfo,
+    Read,
+    read_one_by_one,
+    weight_at,
+)
 from gshard.checkpoint.background_save import BackgroundSave
 from gshard.checkpoint.data_state import packed_data_state
 from gshard.checkpoint.retention import RetentionPolicy, readable_metadata
@@ -357,3 +364,31 @@ def _all_of(paths: Collection[str]) -> set[str]:
     """The paths of all processes."""
     texts = all_gather_text(json.dumps([*paths]), what="save")
     return set().union(*map(json.loads, texts.values()))
+
+
+def check_same_run(
+    stored: Mapping[str, ArrayInfo], own: Mapping[str, ArrayInfo], where: str
+) -> None:
+    """Raises a `GShardError` when the parameters differ from those of the stored checkpoints."""
+    (theirs, all_theirs), (mine, all_mine) = map(_params_and_weights, (stored, own))
+    found = [f"{p} is missing" for p in theirs if p not in all_mine]
+    found += [f"{p} is added" for p in mine if p not in all_theirs]
+    both = [p for p in theirs | mine if p in all_theirs and p in all_mine]
+    found += [
+        f"{p} has the shape {all_mine[p]}, there {all_theirs[p]}"
+        for p in both
+        if all_mine[p] != all_theirs[p]
+    ]
+    if found:
+        raise GShardError(
+            f"save: {where} holds checkpoints of another model: {'; '.join(found[:5])}. Nothing "
+            "was written. Choose another directory."
+        )
+
+
+def _params_and_weights(arrays: Mapping[str, ArrayInfo]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The shapes of the parameters, trained and frozen, and those of all weights."""
+    named = {path: weight_at(path) for path in arrays}
+    weights = {name: arrays[path].shape for path, name in named.items() if name is not None}
+    params = [name for path, name in named.items() if path.startswith((PARAMS, FROZEN_PARAMS))]
+    return {name: weights[name] for name in params if name is not None}, weights

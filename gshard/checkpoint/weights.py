@@ -22,6 +22,7 @@ from gshard.checkpoint.arrays import (
     FIELDS_OF_PARAMETERS,
     ArrayInfo,
     layouts_of,
+    refuse_misfits,
     weight_at,
 )
 from gshard.sharding.host_arrays import full_on_host
@@ -59,16 +60,11 @@ def weights_of(components: Components, plan: Plan, call: str) -> list[Weight]:
     pairs = zip(arrays, jax.tree.leaves(layouts) + others, strict=True)
     weights = [Weight(x, layout) for x, layout in pairs if _is_weight(layout, random)]
     wrong = [
-        f"{layout.path} is {x.dtype}{list(x.shape)}, stored as "
-        f"{layout.dtype}{list(layout.stored_shape)}"
+        (layout.path, x, layout)
         for x, layout in weights
         if hasattr(x, "dtype") and (x.dtype != layout.dtype or x.shape != layout.stored_shape)
     ]
-    if wrong:
-        raise GShardError(
-            f"{call}: the arrays of the state do not have the layouts of its plan: "
-            f"{some(wrong, most=3)}. Pass what gshard.shard_train_state or a step returned."
-        )
+    refuse_misfits(wrong, call)
     return weights
 
 

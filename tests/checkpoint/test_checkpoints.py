@@ -902,6 +902,25 @@ def test_names_that_could_not_be_restored_are_refused(tmp_path, params):
             checkpointer.save(1, state)
 
 
+@pytest.mark.parametrize(
+    ("w", "said"),
+    [
+        (jnp.ones((9, 4)), "float32\\[9, 4\\]"),
+        (jnp.ones((8, 3), jnp.bfloat16), "bfloat16\\[8, 3\\]"),
+        (np.ones((2, 2)), "float64\\[2, 2\\]"),
+    ],
+)
+def test_arrays_that_are_not_those_of_the_plan_are_refused(tmp_path, w, said):
+    params = {"w": np.ones((8, 3), np.float32)}
+    state, _ = shard((params, optax.sgd(0.1)), "p_g_os", 5, min_shard_size=0)
+    said = f"params/w is {said}, stored as float32\\[10, 3\\].*shard the new parameters"
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(gshard.GShardError, match=said):
+            checkpointer.save(1, state.replace(params={"w": w}))
+        checkpointer.save(1, state.replace(params=gshard.full_params(state)))  # without padding
+        assert gshard.full_params(checkpointer.restore(like=state).state)["w"].all()
+
+
 def test_inside_jit_there_is_nothing_to_save(tmp_path, run):
     checkpointer = gshard.Checkpointer(tmp_path)
     for act in (

@@ -12,12 +12,12 @@ from typing import Any
 import jax
 
 from gshard._util.errors import CallOrderError, GShardError, warn
-from gshard.checkpoint.arrays import ArrayInfo, check_same_run
+from gshard.checkpoint.arrays import ArrayInfo
 from gshard.checkpoint.local.complete import local_steps
 from gshard.checkpoint.local.reader import LocalReader
 from gshard.checkpoint.local.store import LocalStore, local_folder
 from gshard.checkpoint.retention import RetentionPolicy
-from gshard.checkpoint.save import Contents, StepWriter
+from gshard.checkpoint.save import Contents, StepWriter, check_same_run
 from gshard.checkpoint.store import Draft, Store
 from gshard.checkpoint.undamaged import steps_everywhere
 from gshard.distributed.agree import all_gather_text
