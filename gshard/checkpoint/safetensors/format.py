@@ -211,4 +211,4 @@ def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def _is_narrow(dtype: np.dtype) -> bool:
     """Whether it is a floating dtype with less range than float32 and bfloat16."""
-    return is_floating(dtype) and jnp.finfo(dtype).max < jnp.finfo(jnp.bfloat16).max
+    return is_floating(dtype) and bool(jnp.finfo(dtype).max < jnp.finfo(jnp.bfloat16).max)
