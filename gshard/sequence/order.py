@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import check_integer, dimension, shown
@@ -183,7 +184,7 @@ def shift_left(
     Args:
       tokens: (batch, T/S, ...), any dtype.
       fill: a scalar for the last position of the sequence, which has no next token. Leave it out
-        of the loss.
+        of the loss. Of integer tokens it is an integer that their dtype holds.
       order: how the sequence is laid over the devices, see `zigzag`.
       axis: the mesh axis over which the sequence is sharded.
 
@@ -191,8 +192,8 @@ def shift_left(
       An array of the same shape and dtype.
 
     Raises:
-      GShardError: an array without a sequence dimension, an unknown order, or a slice that is odd
-        in zig-zag order.
+      GShardError: an array without a sequence dimension, an unknown order, a slice that is odd in
+        zig-zag order, or a `fill` that does not fit.
 
     Example:
       >>> gshard.sequence.shift_left(jnp.array([[5, 6, 7]]), fill=-1)
@@ -211,7 +212,8 @@ def shift_right(
 
     Args:
       tokens: (batch, T/S, ...), any dtype.
-      fill: a scalar for the first position of the sequence, which has no previous token.
+      fill: a scalar for the first position of the sequence, which has no previous token. Of
+        integer tokens it is an integer that their dtype holds.
       order: how the sequence is laid over the devices, see `zigzag`.
       axis: the mesh axis over which the sequence is sharded.
 
@@ -219,8 +221,8 @@ def shift_right(
       An array of the same shape and dtype.
 
     Raises:
-      GShardError: an array without a sequence dimension, an unknown order, or a slice that is odd
-        in zig-zag order.
+      GShardError: an array without a sequence dimension, an unknown order, a slice that is odd in
+        zig-zag order, or a `fill` that does not fit.
 
     Example:
       >>> gshard.sequence.shift_right(jnp.array([[5, 6, 7]]), fill=-1)
@@ -233,8 +235,7 @@ def _shifted(tokens: Any, fill: Any, order: str, axis: str, *, left: bool) -> ja
     length, devices, own = length_of(tokens, "tokens"), size(axis), index(axis)
     check_halves(length, devices, order, axis)
     tokens = jnp.asarray(tokens)
-    if np.ndim(fill):
-        raise GShardError(f"fill has shape {np.shape(fill)}: pass a scalar.")
+    _check_fill(fill, tokens.dtype)
     edge = jnp.full_like(tokens[:, :1], fill)
 
     def shifted(x: jax.Array, seam: jax.Array) -> jax.Array:
@@ -262,3 +263,17 @@ def _shifted(tokens: Any, fill: Any, order: str, axis: str, *, left: bool) -> ja
         of_first = jnp.where(ends[1], edge, of_first)
         of_second = jnp.where(ends[0], border(first), of_second)
     return jnp.concatenate([shifted(first, of_first), shifted(second, of_second)], 1)
+
+
+def _check_fill(fill: Any, dtype: Any) -> None:
+    if np.ndim(fill):
+        raise GShardError(f"fill has shape {np.shape(fill)}: pass a scalar.")
+    if isinstance(fill, core.Tracer) or not jnp.issubdtype(dtype, jnp.integer):
+        return
+    # A cast would wrap around: -100 as uint8 is 156, which a loss takes for a token.
+    number, info = np.asarray(fill).item(), jnp.iinfo(dtype)
+    if not (info.min <= number <= info.max and number == int(number)):
+        raise GShardError(
+            f"fill={shown(number)} is no {dtype}, the dtype of tokens: pass an integer from "
+            f"{info.min} to {info.max}, or tokens.astype(jnp.int32)."
+        )

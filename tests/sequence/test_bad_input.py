@@ -112,6 +112,12 @@ WRONG_CALLS = {
     "order of positions": (lambda: sequence.positions(3, order="z"), "order='z' is unknown"),
     "shift of a vector": (lambda: sequence.shift_left(x(5)), r"tokens has shape \(5,\)"),
     "several fills": (lambda: sequence.shift_right(x(1, 5), x(1)), r"fill has shape \(1,\): pass"),
+    "a fill that would wrap": (
+        lambda: sequence.shift_left(x(1, 5, dtype=jnp.uint8), -100),
+        "fill=-100 is no uint8, .*from 0 to 255",
+    ),
+    "half a token": (lambda: sequence.shift_right(x(1, 5, dtype=int), 2.5), "fill=2.5 is no int32"),
+    "no number": (lambda: sequence.shift_left(x(1, 5, dtype=int), np.nan), "fill=nan is no int32"),
     "cut for zig-zag": (
         lambda: sequence.zigzag(x(1, 6), 2),
         "6 tokens along dim=1, which zig-zag .*multiple of 4",
