@@ -60,7 +60,7 @@ def mean(
       The mean, the same on every device of the axis.
 
     Raises:
-      GShardError: `x` has no such dimension.
+      GShardError: `x` has no such dimension, or `where` is not of booleans or of another shape.
 
     Example:
       >>> x = jnp.array([[1.0, 2.0, 9.0]])
@@ -73,8 +73,14 @@ def mean(
     x = x.astype(jnp.promote_types(dtype, jnp.float32))
     count: Any = x.shape[dim] * size(axis)
     if where is not None:
+        where = jnp.asarray(where)
+        if where.dtype != bool:
+            raise GShardError(
+                f"where has dtype {where.dtype}: pass booleans, such as where > 0. A mean with "
+                "weights is sum(x * weights) / sum(weights), of gshard.sequence.sum."
+            )
         try:
-            counted = jnp.broadcast_to(jnp.asarray(where, bool), x.shape)
+            counted = jnp.broadcast_to(where, x.shape)
         except ValueError as error:
             raise GShardError(
                 f"where has shape {np.shape(where)}, which does not broadcast to {x.shape}, the "

@@ -129,6 +129,10 @@ WRONG_CALLS = {
         lambda: sequence.mean(x(2, 3, 4), where=x(2, 3, dtype=bool)),
         r"where has shape \(2, 3\), .*\(2, 3, 4\).*where\[..., None\]",
     ),
+    "weights as where": (
+        lambda: sequence.mean(x(2, 3), where=x(2, 3)),
+        "where has dtype float32: .*where > 0",
+    ),
     "axis of size": (lambda: sequence.size(3), "axis=3 must be the name"),
 }
 
