@@ -125,7 +125,7 @@ def route(
     return Routing(indices, weights, places, experts, capacity)
 
 
-def places_of(tokens: int, k: int, experts: int, factor: float) -> int:
+def places_of(tokens: int, k: int, experts: int, factor: Any) -> int:
     """`ceil(tokens * k / experts * factor)` as on paper, where floats give 111 for 110."""
     return min(tokens, math.ceil(Fraction(tokens * k, experts) * Fraction(str(factor))))
 
@@ -139,7 +139,7 @@ def _capacity(tokens: int, k: int, experts: int, factor: Any) -> int:
             f"capacity_factor={shown(factor)} must be a number above 0, such as 1.25, or None for "
             "experts that take every token."
         )
-    capacity = places_of(tokens, k, experts, float(factor))
+    capacity = places_of(tokens, k, experts, factor)
     if 2 * capacity * experts < tokens * k:
         lost = 1 - capacity * experts / (tokens * k)
         warn(

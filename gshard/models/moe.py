@@ -55,7 +55,7 @@ class Routing:
 
     def slots(self, tokens: int) -> int:
         """Tokens that an expert takes of a group."""
-        return places_of(tokens, self.chosen, self.experts, float(self.capacity))
+        return places_of(tokens, self.chosen, self.experts, self.capacity)
 
 
 class Experts(nn.Module):

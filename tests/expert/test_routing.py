@@ -57,6 +57,8 @@ def test_tokens_go_where_a_loop_sends_them(factor, score):
 def test_a_capacity_factor_may_be_a_number_of_numpy():
     assert expert.route(logits(), K, capacity_factor=np.float32(1.5)).capacity == 8
     assert expert.route(logits(), K, capacity_factor=np.int64(1)).capacity == 5
+    given = np.zeros((1, 100, 10), np.float32)
+    assert expert.route(given, 1, capacity_factor=np.float32(1.1)).capacity == 11
 
 
 def test_a_capacity_that_always_drops_more_than_half_is_warned_of():
