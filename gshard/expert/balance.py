@@ -114,7 +114,8 @@ def update_bias(bias: Any, load: Any, *, rate: float = 1e-3) -> jax.Array:
     output `gshard.expert.load(routing)` is one after the step, also of several micro-batches.
 
     Args:
-      bias: float (E,), the `bias=` of `route`; zeros at first.
+      bias: float (E,), the `bias=` of `route`; zeros at first. Keep it in float32: in bfloat16 the
+        default rate no longer changes an entry of 0.5.
       load: (E,), from `load`.
       rate: by how much an entry changes.
 
@@ -122,7 +123,7 @@ def update_bias(bias: Any, load: Any, *, rate: float = 1e-3) -> jax.Array:
       The new bias, (E,).
 
     Raises:
-      GShardError: both have different shapes.
+      GShardError: both have different shapes, or the bias is of integers.
 
     Example:
       >>> gshard.expert.update_bias(jnp.zeros(3), jnp.array([4.0, 1.0, 1.0]), rate=0.1)
@@ -133,6 +134,8 @@ def update_bias(bias: Any, load: Any, *, rate: float = 1e-3) -> jax.Array:
         raise GShardError(
             f"bias has shape {bias.shape} and load {load.shape}: both have one entry per expert."
         )
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise GShardError(f"bias has dtype {bias.dtype}: pass floating-point numbers.")
     change = rate * jnp.sign(jnp.mean(load.astype(jnp.float32)) - load)
     return jax.lax.stop_gradient(bias + change.astype(bias.dtype))
 

@@ -177,6 +177,9 @@ WRONG = {
     "turned round": (
         lambda: expert.load_balancing_loss(ROUTING, np.zeros((2, 8, 4))), "is not a Routing",
     ),
+    "a bias of integers": (
+        lambda: expert.update_bias(np.zeros(4, int), np.zeros(4)), "bias has dtype int",
+    ),
     "bias and load": (lambda: expert.update_bias(np.zeros(3), np.zeros(4)), "one entry per expert"),
 }  # fmt: skip
 
