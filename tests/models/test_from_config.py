@@ -30,6 +30,11 @@ def test_sizes():
     assert found == llama.Sizes(3, 24, 4, 2, 44, 61, True, epsilon=1e-6)
 
 
+def test_tokens_without_a_position_are_refused():
+    with pytest.raises(gshard.GShardError, match="18 tokens are at most positions=17"):
+        gpt2.from_config(GPT2).init(jax.random.key(0), jnp.zeros((1, 18), int))
+
+
 def test_rotary_positions_in_the_words_of_old_and_new_files():
     new = LLAMA | {"rope_parameters": STRETCH | {"rope_theta": 500.0}}
     old = LLAMA | {"rope_scaling": STRETCH, "rope_theta": 500.0}
