@@ -12,17 +12,21 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-SLICE = 128  # tokens; a shorter sequence is one slice
+SLICE = 128  # tokens, at most; a shorter sequence is one slice
 _NARROW = 32  # slices whose gradients are added up in the dtype of what they all read
 
 
 def slice_of(tokens: int) -> int:
-    """The largest slice that divides a sequence."""
-    return next(size for size in range(min(tokens, SLICE), 0, -1) if tokens % size == 0)
+    """Tokens of a slice: of equal slices, or if that needs twice as many, the last is padded."""
+    fewest = -(-tokens // SLICE)
+    count = next((n for n in range(fewest, 2 * fewest) if tokens % n == 0), fewest)
+    return -(-tokens // count)
 
 
 def slices(x_BxTx: jax.Array, size: int) -> jax.Array:
     """(B, T, ...) to (N, B, C, ...): what a scan over slices of the sequence iterates over."""
+    if missing := -x_BxTx.shape[1] % size:
+        x_BxTx = jnp.pad(x_BxTx, [(0, missing if dim == 1 else 0) for dim in range(x_BxTx.ndim)])
     x_BxNxCx = x_BxTx.reshape(x_BxTx.shape[0], -1, size, *x_BxTx.shape[2:])
     return jnp.moveaxis(x_BxNxCx, 1, 0)
 
@@ -30,12 +34,12 @@ def slices(x_BxTx: jax.Array, size: int) -> jax.Array:
 def attend(
     q_BxTxHxE: jax.Array, k_BxTxKxE: jax.Array, v_BxTxKxE: jax.Array, size: int
 ) -> jax.Array:
-    """Causal attention, a slice of queries at a time; `size` divides T, and K divides H."""
+    """Causal attention, a slice of queries at a time; K divides H."""
     B, T, H, E = q_BxTxHxE.shape
     K = k_BxTxKxE.shape[2]
     q_BxTxKxGxE = q_BxTxHxE.reshape(B, T, K, H // K, E)
     dtypes = k_BxTxKxE.dtype, v_BxTxKxE.dtype
-    if T // size > _NARROW:  # the loop adds up gradients in the dtype of what it reads
+    if T > _NARROW * size:  # the loop adds up gradients in the dtype of what it reads
         wide = [jnp.promote_types(dtype, jnp.float32) for dtype in dtypes]
         k_BxTxKxE, v_BxTxKxE = k_BxTxKxE.astype(wide[0]), v_BxTxKxE.astype(wide[1])
 
@@ -51,7 +55,7 @@ def attend(
         return start + size, y_BxCxKxGxE
 
     _, y_NxBxCxKxGxE = jax.lax.scan(of_slice, 0, slices(q_BxTxKxGxE, size))
-    return jnp.moveaxis(y_NxBxCxKxGxE, 0, 1).reshape(B, T, H, E)
+    return jnp.moveaxis(y_NxBxCxKxGxE, 0, 1).reshape(B, -1, H, E)[:, :T]
 
 
 def _cross_entropy(x_BxTxD, head_DxV, next_BxT, size: int) -> jax.Array:
@@ -65,15 +69,22 @@ def _cross_entropy(x_BxTxD, head_DxV, next_BxT, size: int) -> jax.Array:
 
 
 def _cross_entropy_forward(x_BxTxD, head_DxV, next_BxT, size: int):
+    T = x_BxTxD.shape[1]
+
     def of_slice(sum_B, walked):
-        x_BxCxD, next_BxC = walked
+        x_BxCxD, next_BxC, *real = walked
         logits_BxCxV = jnp.matmul(x_BxCxD, head_DxV, preferred_element_type=jnp.float32)
         norm_BxC = nn.logsumexp(logits_BxCxV, axis=-1)
         right_BxC = jnp.take_along_axis(logits_BxCxV, next_BxC[..., None], axis=-1)[..., 0]
-        return sum_B + (norm_BxC - right_BxC).sum(1), norm_BxC
+        loss_BxC = norm_BxC - right_BxC
+        for real_1xC in real:  # only if tokens were added
+            loss_BxC *= real_1xC
+        return sum_B + loss_BxC.sum(1), norm_BxC
 
     nothing_B = jnp.zeros(x_BxTxD.shape[0], jnp.float32)
-    walked = slices(x_BxTxD, size), slices(next_BxT, size)
+    walked = [slices(x_BxTxD, size), slices(next_BxT, size)]
+    if T % size:
+        walked.append(slices(jnp.ones((1, T)), size))
     sum_B, norm_NxBxC = jax.lax.scan(of_slice, nothing_B, walked)
     return sum_B, (x_BxTxD, head_DxV, next_BxT, norm_NxBxC)
 
@@ -96,7 +107,8 @@ def _cross_entropy_backward(size: int, kept, d_sum_B):
     # A sum of many slices in bfloat16 stops growing: at 32,768 tokens it is off by 5 %.
     wide = jnp.float32 if norm_NxBxC.shape[0] > _NARROW else dtype
     d_head_DxV, d_x_NxBxCxD = jax.lax.scan(of_slice, jnp.zeros_like(head_DxV, wide), walked)
-    d_x_BxTxD = jnp.moveaxis(d_x_NxBxCxD, 0, 1).reshape(x_BxTxD.shape)
+    B, T, D = x_BxTxD.shape
+    d_x_BxTxD = jnp.moveaxis(d_x_NxBxCxD, 0, 1).reshape(B, -1, D)[:, :T]
     return d_x_BxTxD, d_head_DxV.astype(dtype), None
 
 

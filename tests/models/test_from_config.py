@@ -102,6 +102,31 @@ def test_a_sequence_of_any_length_has_the_logits_of_its_longer_one(tokens):
     np.testing.assert_allclose(part, whole[:, :tokens], atol=1e-5)
 
 
+def test_a_sequence_without_a_fitting_divisor_is_padded():
+    """131 is a prime number: its only equal slices are of one token."""
+    tokens, key = 131, jax.random.key(0)
+    size = slice_of(tokens)
+    assert (size, slice_of(8191), slice_of(192), slice_of(7)) == (66, 128, 96, 7)
+    x, q = jax.random.normal(key, (2, tokens, 8)), jax.random.normal(key, (2, tokens, 4, 8))
+    head, words = jax.random.normal(key, (8, 16)), jax.random.randint(key, (2, tokens), 0, 16)
+    two = jnp.array([1.0, 3.0])  # sequences weigh unequally
+
+    def by_slices(x, head, q):
+        out = attend(q, q[:, :, :2], q[:, :, 2:], size)
+        return two @ cross_entropy(x, head, words, size) + jnp.sin(out).sum()
+
+    def at_once(x, head, q):
+        out = jax.nn.dot_product_attention(q, q[:, :, :2], q[:, :, 2:], is_causal=True)
+        losses = optax.softmax_cross_entropy_with_integer_labels(x @ head, words)
+        return two @ losses.sum(1) + jnp.sin(out).sum()
+
+    found, wanted = (
+        jax.jit(jax.value_and_grad(f, (0, 1, 2)))(x, head, q) for f in (by_slices, at_once)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
 def test_the_gradient_of_a_head_over_many_slices_is_that_of_one_product():
     """A sum of many slices in bfloat16 stops growing: 16,384 tokens were off by 2 %."""
     rng, tokens = np.random.default_rng(0), 16_384
