@@ -203,6 +203,11 @@ def through_experts(x_BxTxD, **routing):
     return *experts.apply({"params": params}, x_BxTxD), params
 
 
+def test_a_group_is_of_one_sequence():
+    with pytest.raises(gshard.GShardError, match="24 tokens .* multiple of group=16"):
+        through_experts(jnp.zeros((2, 24, D)), group=16)
+
+
 def test_every_token_goes_to_its_experts():
     x_BxTxD = jax.random.normal(jax.random.key(0), (2, T, D))
     y_BxTxD, uneven, params = through_experts(x_BxTxD, capacity=X / K, group=16)
