@@ -32,8 +32,8 @@ def kept_params(
       metadata: the names of dimensions in Flax's metadata, by path.
       scan_dims: the dimensions that scans over layers iterate over, by path.
       group: the data axes.
-      untrained: paths of the other state, such as an NNX model's that `wrt=` does not train, with
-        the parameter that each belongs to, as an average does: it is stored as that one is.
+      untrained: paths of the other state, such as an NNX model's that `wrt=` does not train, each
+        with the parameter that it mirrors (as an average does), or None: it is stored like that.
 
     Raises:
       GShardError: a pattern matches nothing, an axis is not one of the shard axes, or a dimension
@@ -41,6 +41,7 @@ def kept_params(
     """
     sizes = dict(zip(group.shard, group.sizes, strict=True))
     asked: dict[str, tuple[str, int]] = {}
+    others: dict[str, list[str]] = {}
     for path, names in metadata.items():
         dims = [d for d, entry in enumerate(names) if EXPERT in entry_axes(entry)]
         if path in params and dims and EXPERT in sizes:
@@ -54,20 +55,21 @@ def kept_params(
         axis, dim = _checked(text, value, sizes, group)
         matches = validation.pattern(text, "keep").search
         found = {path: (axis, dim) for path in params if matches(path)}
-        other = [path for path in untrained if matches(path)]
-        if alone := [path for path in other if untrained[path] is None]:
-            warn(
-                f"keep: the pattern {text!r} matches {some(alone)}, which the optimizer does not "
-                "train (wrt=): it is not kept, and is all-gathered for the loss. Only trained "
-                "parameters are kept, and those that frozen= names (Linen and plain parameters)."
-            )
-        if not found and not other:
+        others[text] = [path for path in untrained if matches(path)]
+        if not found and not others[text]:
             raise GShardError(
                 f"keep: the pattern {text!r} matches no parameter.{did_you_mean(text, params)} "
                 f"There are {some(sorted(params))}."
             )
         _warn_of_unlike(text, dim, {path: tuple(params[path].shape) for path in found})
         asked |= found
+    for text, other in others.items():
+        if alone := [path for path in other if untrained[path] not in asked]:
+            warn(
+                f"keep: the pattern {text!r} matches {some(alone)}, which the optimizer does not "
+                "train (wrt=): it is not kept, and is all-gathered for the loss. Only trained "
+                "parameters are kept, and those that frozen= names (Linen and plain parameters)."
+            )
     validation.warn_of_cut_numbers("keep", keep or (), [*params, *untrained])
     axes = sorted({axis for axis, _ in asked.values()})
     if len(axes) > 1:

@@ -201,7 +201,7 @@ def _like_parameters(
 def _parameters_of(
     paths: Sequence[str], leaves: Sequence[Any], params: Mapping[str, Any]
 ) -> list[str | None]:
-    """Finds the parameters in whose path a leaf's path ends, with the same shape."""
+    """Returns for each leaf the parameter of its shape whose path ends its own, or None."""
 
     def same_shape(position: int, name: str) -> bool:
         return tuple(params[name].shape) == tuple(leaves[position].shape)

@@ -1,7 +1,7 @@
 """Which master copies are out of date, since their parameters were replaced.
 
 An update makes a parameter from its master copy, by rounding. Where a parameter is not its copy,
-rounded, the user has replaced it since (`state.replace(params=...)`), and it counts.
+rounded, the user has replaced it since (`state.replace(params=...)`), and it takes precedence.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from gshard.sharding.layout import Layout
 
 
 def where_replaced(copy: jax.Array, param: jax.Array) -> jax.Array:
-    """Returns a master copy, with the entries of the parameter that are not its own, rounded."""
+    """Returns the copy, with the parameter's value where that is not the copy, rounded."""
     return jnp.where(copy.astype(param.dtype) == param, copy, param.astype(copy.dtype))
 
 
 def latest_copies(plan: Any, params: Any, master: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the master copies of a `Plan`, new ones of parameters that were replaced.
 
-    Arrays of a trace, without values or of another plan stay as they are. Nothing is communicated.
+    Tracers, deleted arrays and arrays of another plan are returned unchanged.
     """
     stored = dict(zip(*flatten(params)[:2], strict=True))
     layouts = {x.path: x for x in jax.tree.leaves(plan.params)}
@@ -68,7 +68,7 @@ def _is_planned(x: Any, layout: Layout, plan: Any) -> bool:
 
 
 def _near(x: Any, plan: Any) -> Any:
-    """Returns an array that jit takes together with those of the plan."""
+    """Returns the array on the devices of the plan, or on the host if it is on others."""
     if not isinstance(x, jax.Array) or isinstance(x, core.Tracer) or not x.committed:
         return x
     return x if x.sharding.device_set == set(plan.mesh.devices.flat) else np.asarray(x)
@@ -76,7 +76,7 @@ def _near(x: Any, plan: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _programs(sharding: NamedSharding, master: Layout, layout: Layout) -> tuple[Any, Any]:
-    """Programs of a copy and its parameter: by device whether they differ, and the new copy."""
+    """Jitted functions of a copy and its parameter: whether they differ, and the new copy."""
     axes = sharding.mesh.axis_names
 
     def on_device(copy: jax.Array, param: jax.Array) -> tuple[jax.Array, jax.Array]:

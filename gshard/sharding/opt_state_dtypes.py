@@ -23,10 +23,10 @@ def as_initialized(tx: optax.GradientTransformation, params: Any, opt_state: Any
 
 
 def as_updated(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> Any:
-    """Returns an abstract optimizer state in the dtypes that updates leave it in.
+    """Returns an abstract optimizer state in the dtypes that it has after an update.
 
-    Next to a float32 parameter, `optax.inject_hyperparams` makes the bfloat16 moments of the others
-    float32: on one device the second step is compiled again for these.
+    With a float32 parameter in the tree, `optax.inject_hyperparams` turns bfloat16 moments into
+    float32 in the first update. Plain JAX then compiles again; a plan must know it beforehand.
     """
     own = _abstract(params)
     floats = {x.dtype for x in jax.tree.leaves((own, opt_state)) if is_floating(x.dtype)}

@@ -281,7 +281,7 @@ class Plan:
     def master_params(self, params: Any, opt_state: ShardedOptState) -> tuple[Any, Any]:
         """Returns the parameters, or their master copies where there are any, and their layouts.
 
-        A parameter that was replaced counts, and not its old copy.
+        A parameter that was replaced takes precedence over its old master copy.
         """
         paths, leaves, structure = flatten(params)
         master = latest_copies(self, params, opt_state.master)

@@ -190,7 +190,7 @@ def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
         return f"is in {here} memory, not in {there} memory"
     here, there = _describe(x.sharding), _describe(sharding)
     if here == there:
-        return f"is stored on {here} of another mesh, with other devices or in another order"
+        return f"is stored on {here} of another mesh: other devices, or these in another order"
     return f"is stored on {here}, not on {there}"
 
 

@@ -36,9 +36,9 @@ def typed_key(rng: Any) -> Any:
         raise GShardError(f"rng= holds keys of shape {rng.shape}. Pass one of them.")
     if getattr(rng, "dtype", None) == jnp.uint32:
         raise GShardError(
-            f"rng= is uint32{list(jnp.shape(rng))}, and an old-style key of the kind that JAX uses "
-            f"by default is uint32{list(kind)}. Pass a typed key, such as jax.random.key(0), or of "
-            'another kind jax.random.key(0, impl="rbg").'
+            f"rng= is uint32{list(jnp.shape(rng))}; an old-style key must be uint32{list(kind)}, "
+            "as for JAX's default generator. Pass a typed key: jax.random.key(0), or "
+            'jax.random.key(0, impl="rbg") for another generator.'
         )
     raise GShardError(f"rng={shown(rng)} is not a PRNG key. Pass one, such as jax.random.key(0).")
 

@@ -112,12 +112,12 @@ def abstract(init: Callable[..., Any], *args: Any) -> Any:
     if is_nnx_pair(state):
         for path, module in nnx.iter_modules(state[0]):
             for name, x in vars(module).items():
-                if isinstance(x, core.Tracer):  # which NNX takes for no data
+                if isinstance(x, core.Tracer):  # NNX treats it as static
                     raise GShardError(
-                        f"{'/'.join(map(str, (*path, name)))} of the model is an array of "
-                        "jax.numpy that is no Variable, and an init function is traced, where NNX "
-                        "does not see it. Wrap it, nnx.data(array) or nnx.Variable(array), or "
-                        "pass the model and its optimizer instead of a function."
+                        f"The model's attribute {'/'.join(map(str, (*path, name)))} is a bare "
+                        "jax.numpy array. gshard traces an init function, and NNX does not see a "
+                        "traced array outside a Variable. Write nnx.data(array) or "
+                        "nnx.Variable(array), or pass the model and its optimizer themselves."
                     )
     return state
 

@@ -109,8 +109,8 @@ class Linen(Kind):
             )
         if state.step.shape or not jnp.issubdtype(state.step.dtype, jnp.integer):
             raise GShardError(
-                f"state.step is {state.step.dtype}{list(state.step.shape)}: it counts the steps "
-                "that were taken. Make it an integer, such as state.replace(step=0)."
+                f"state.step is {state.step.dtype}{list(state.step.shape)}: it must be an "
+                "integer scalar, the number of steps taken; for example state.replace(step=0)."
             )
         replaced = overwritten(state.params).get(OVERWRITTEN, {})
         for path, x in zip(*flatten(replaced)[:2], strict=True):

@@ -247,10 +247,13 @@ def test_an_average_of_kept_parameters_is_kept_too():
     state = State.create(apply_fn=None, params=params(), tx=optax.adam(1e-3), ema=params())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        on, keep = mesh(data=2, expert=4), {**KEEP, "^ema/": ("expert", 0)}
+        on, keep = mesh(data=2, expert=4), {**KEEP, "^ema/experts": ("expert", 0)}
         _, plan = gshard.shard_train_state(state, on, "fsdp", keep=keep, min_shard_size=0)
     of_params, of_ema = (
         {x.path.removeprefix("ema/"): x.spec for x in jax.tree.leaves(tree)}
         for tree in (plan.params, plan.non_trainable["ema"])
     )
     assert of_params == of_ema and any("expert" in spec for spec in of_ema.values())
+    alone = {"^ema/experts": ("expert", 0)}
+    with pytest.warns(gshard.GShardWarning, match="matches ema/.* is not kept"):
+        gshard.shard_train_state(state, on, "fsdp", keep=alone, min_shard_size=0)

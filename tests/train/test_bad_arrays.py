@@ -1,4 +1,4 @@
-"""Unusual arrays: what looks like what is refused (`tests/misuses`), and is taken."""
+"""Unusual arrays, most of which are taken although similar ones are refused (`tests/misuses`)."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def test_arrays_of_a_model_that_are_in_no_variable():
         found = [float(step(model, optimizer, batch)["loss"]) for _ in range(2)]
         assert found[0] == pytest.approx(np.mean((16 * 2 + np.arange(8)) ** 2))
         assert found[1] < found[0]
-    with pytest.raises(gshard.GShardError, match="table of the model .* nnx.data"):
+    with pytest.raises(gshard.GShardError, match="attribute table is .* nnx.data"):
         gshard.shard_train_state(lambda: pair(lambda: jnp.arange(8)), mesh, "os")
 
 
-def test_a_node_without_leaves_next_to_frozen_parameters():
+def test_a_masked_node_next_to_frozen_parameters():
     params = {**PARAMS, "gap": optax.MaskedNode()}
     state, plan = gshard.shard_train_state(
         (params, optax.adam(0.1)), gshard.make_mesh(), "os", min_shard_size=8, frozen="b"
@@ -84,9 +84,9 @@ def test_a_node_without_leaves_next_to_frozen_parameters():
 
 
 @pytest.mark.parametrize("step", [np.zeros(1, np.int32), 3.0, True])
-def test_a_step_that_counts_nothing(step: Any):
+def test_a_step_that_is_not_an_integer_is_refused(step: Any):
     state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.sgd(0.1)).replace(step=step)
-    with pytest.raises(gshard.GShardError, match="state.step is .* Make it an integer"):
+    with pytest.raises(gshard.GShardError, match="state.step is .* an integer scalar"):
         gshard.shard_train_state(state, gshard.make_mesh(), "os")
 
 
@@ -114,5 +114,5 @@ def test_a_state_of_devices_in_another_order():
     state, plan = shard(PARAMS)
     mesh = gshard.make_mesh(devices=jax.devices()[::-1])
     _, plan = gshard.shard_train_state((PARAMS, plan.tx), mesh, "os", min_shard_size=8)
-    with pytest.raises(gshard.GShardError, match=r"P\(\) of another mesh, with other devices"):
+    with pytest.raises(gshard.GShardError, match=r"P\(\) of another mesh: other devices"):
         gshard.make_train_step(loss, plan)(state, {"x": np.ones((16, 16), np.float32)})

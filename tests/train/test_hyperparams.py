@@ -93,7 +93,7 @@ def test_what_is_no_number_is_refused(value):
         step(state, few)
 
 
-def test_moments_that_they_make_wider():
+def test_moments_that_the_first_update_widens():
     """In bfloat16 next to a float32 parameter: the first update makes moments float32."""
     own = params()
     own = {"a": own["v"], "w": jnp.asarray(own["w"], jnp.bfloat16)}

@@ -341,5 +341,5 @@ def test_an_old_style_key_keeps_its_shape_on_more_devices_than_it_has_entries():
 
 def test_an_old_style_key_of_another_kind_is_named():
     _, plan = gshard.shard_train_state(plain(), mesh(), "os", min_shard_size=4)
-    with pytest.raises(gshard.GShardError, match=r"uint32\[4\], and an old-style key .* impl="):
+    with pytest.raises(gshard.GShardError, match=r"uint32\[4\]; an old-style key .* impl="):
         make_train_step(lambda p, b, rng: 0.0, plan, rng=jax.random.PRNGKey(0, impl="rbg"))

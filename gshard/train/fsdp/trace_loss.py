@@ -188,9 +188,9 @@ def _mutation_refusal(error: Exception) -> GShardError:
     what = f", the {found[1]} of an NNX object" if found else ""
     return GShardError(
         f"the function changes what it closes over{what}{_line_of(error)}. The function runs only "
-        "while JAX traces it, so such a change would be lost. Return the values that it needs (a "
-        "loss: as aux, with has_aux=True), and change the object after the step. An nnx.Rngs "
-        "belongs in the model."
+        "while JAX traces it, so such a change would be lost. Return the new values from the "
+        "function (from a loss: as aux, with has_aux=True), and update the object after the step. "
+        "Put an nnx.Rngs in the model."
     )
 
 

@@ -39,8 +39,8 @@ def by_examples(fun: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]
     (Pallas, `jax.pure_callback`, `jax.ffi`) is opaque: the examples of all devices are gathered for
     it. Wrapped, it runs on each device's own examples. The result is wrong if `fun` mixes examples.
     Under `jax.vmap` or `jax.grad` inside the loss it has no effect: examples are gathered. A
-    `jax.custom_vjp` in `fun` gets the gradient of a parameter from each device's examples, so that
-    it must be linear there.
+    `jax.custom_vjp` in `fun` receives the gradient of a parameter from each device's examples, and
+    so must be linear in it.
 
     Args:
       fun: a function of arrays. Every array that it returns has the examples on dimension 0.

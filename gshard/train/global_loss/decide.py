@@ -76,7 +76,7 @@ def _candidates(given: Given) -> Iterator[Decision]:
 
 
 def _attempts(given: Given) -> Iterator[Given]:
-    """The placements to try: as they are, with one partial sum, with none, with one shard, none."""
+    """The placements to try: as they are, one partial sum, none, one sharded, all replicated."""
     yield given
     placements = given.placements
     partial = [i for i, p in enumerate(placements) if p == PARTIAL]

@@ -91,7 +91,7 @@ def custom_vjp(given: Given) -> Decision:
         def function(index: Any, *arrays: Any) -> Any:
             with evaluator.indexed(index, given.eqn, statistics=True):
                 out = evaluator.arrays(body, consts, places, arrays, outs)
-            if any(evaluator.returned):  # Flax computes statistics here too, and drops them
+            if any(evaluator.returned):  # Flax drops its own here
                 raise one_batch_error(evaluator, given.eqn)
             return out
 

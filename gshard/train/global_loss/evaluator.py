@@ -83,8 +83,8 @@ class GlobalEvaluator:
       known: sums over all parts that were computed before, for several micro-batches.
       collects: whether a sum that is not known is raised, as `NeedsSum`.
       limit: bytes that one operation may all-gather; None for any number.
-      statistics: whether a `custom_vjp` returns statistics of a micro-batch as a derivative, of
-        which gshard takes the largest (fp8).
+      statistics: whether the backward pass of a `custom_vjp` may return a statistic of a
+        micro-batch, of which the largest is taken (fp8).
       own_gradients: whether the loss has backward passes that the user wrote.
       of_examples: whether the parts are of the examples, and not of their sequences.
       batches: how many devices share the examples of the traced values.
@@ -197,8 +197,9 @@ class GlobalEvaluator:
         is_statistic = any(x.statistic for x in values)
         if _is_from_nothing(eqn, values, decision):
             aval, source = eqn.outvars[0].aval, (eqn, values)
-            late = Value(REPLICATED, aval, None, source, depends, positions, statistic=is_statistic)
-            return [late]
+            put_off = Value(REPLICATED, aval, None, source, depends, positions)
+            put_off.statistic = is_statistic
+            return [put_off]
         if decision.largest is not None and self._puts_off_extremes:
             (own,) = bind(eqn, [self.convert(values[0], decision.operands[0], eqn)])
             return [self._extreme(eqn, values, own, decision.largest)]
@@ -216,7 +217,7 @@ class GlobalEvaluator:
         statistic, out = of_micro_batch or is_statistic, []
         for v, x, place in zip(eqn.outvars, results, decision.results, strict=True):
             self._check(eqn, v.aval, x, place)
-            if statistic and place != REPLICATED:  # no statistic, but computed with one
+            if statistic and place != REPLICATED:  # a batch maximum that is used for something else
                 raise one_batch_error(self, eqn)
             varies = depends and jnp.issubdtype(v.aval.dtype, jnp.inexact)
             out.append(Value(place, v.aval, x, depends=varies, positions=positions))

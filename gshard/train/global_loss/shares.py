@@ -140,13 +140,13 @@ class GlobalBatch:
         evaluator, (total, (weight, aux, updates)) = self.values(fun, trained, *args)
         averaged = self.batches > 1
         examples = self._examples(args[1]) if by_examples else None
+        own_weight = weight is not None
         # A weight that comes from here is added by every device of the other axes.
-        given = weight is not None
         others = self.group.devices // self.shards if weight is None else 1
         if weight is None and total.quotient is not None and not averaged:
             total, weight = total.quotient
         if weight is not None and examples is None and not averaged and evaluator.own_gradients:
-            axes = [x for x in self.group.axes if given and x not in self.axes]
+            axes = [x for x in self.group.axes if own_weight and x not in self.axes]
             total, weight = _divided(evaluator, total, weight, axes)
             others = self.group.devices // self.shards
         elif weight is None and examples is not None:
@@ -226,8 +226,7 @@ def evaluate_loss(
         Value(place, v.aval, x, depends=depends)
         for v, (x, place, depends) in zip(jaxpr.invars, leaves, strict=True)
     ]
-    called = (eqn.primitive.name for eqn in all_equations(jaxpr))
-    evaluator.own_gradients = CUSTOM_VJP in called
+    evaluator.own_gradients = any(x.primitive.name == CUSTOM_VJP for x in all_equations(jaxpr))
     found = evaluator.evaluate(jaxpr, consts, values)
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
@@ -263,12 +262,11 @@ def _scaled(evaluator: GlobalEvaluator, value: Value, by: float) -> Value:
 def _divided(
     evaluator: GlobalEvaluator, total: Value, weight: Value, axes: Sequence[str]
 ) -> tuple[Value, Value]:
-    """The quotient of both, which weighs 1, or 0 where it would be divided by 0.
+    """Returns total / weight with weight 1, or with weight 0 if the weight is 0.
 
-    `axes` are those over which the weight of the batch is still to be summed.
-
-    A backward pass that the user wrote may not be linear, such as one that clips: it has to get the
-    gradient of the loss, and not that of a sum which is divided later.
+    A user's backward pass may not be linear, such as one that clips: it must receive the gradient
+    of the loss, and not that of a sum which is divided later. `axes` are those over which the
+    weight has not been summed yet.
     """
     weight = replace(weight, depends=False)  # it is not differentiated
     divisor = jax.lax.stop_gradient(at_least_float32(evaluator.convert(weight, REPLICATED)))

@@ -33,11 +33,11 @@ class SkippableUpdate:
 
     Args:
       update: `update(grads, state, params, *rest)` returns updates and a new state.
-      args: whether the step updates, or None for always; then the arguments of `update`. All are
-        arrays or abstract.
+      args: `(updates, grads, state, params, *rest)`, arrays or abstract; `updates` is whether the
+        step updates, or None for always.
 
     Attributes:
-      jaxpr: of `args`, flat, to both results.
+      jaxpr: maps the flat `args` to the flat updates and state.
       consts: its constants.
     """
 
@@ -49,7 +49,7 @@ class SkippableUpdate:
         closed, shapes = jax.make_jaxpr(jax.jit(traced), return_shape=True)(*args)
         self.jaxpr, self.consts = closed.jaxpr, closed.consts
         self._structure = jax.tree.structure(shapes)
-        self._late: dict[int, int] = {}  # inputs that are selected at the end, by result
+        self._late: dict[int, int] = {}  # by result: the input to keep, if selected at the end
         if args[0] is None:
             return
         first, others = 1 + len(jax.tree.leaves(args[1])), len(jax.tree.leaves(shapes[0]))
