@@ -20,7 +20,7 @@ from gshard._util.errors import DonatedStateError, GShardError, some
 from gshard._util.pytree import flatten, same_leaves
 from gshard.sharding.layout import DEVICE, HOST
 
-_NUMBERS = (int, float, complex, np.generic, np.ndarray)
+_NUMBERS: tuple[type, ...] = (int, float, complex, np.generic, np.ndarray)
 
 
 class TreeChecker:
