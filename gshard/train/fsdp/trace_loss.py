@@ -15,7 +15,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
-from flax.errors import TraceContextError
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType
 
@@ -32,6 +31,7 @@ _ABOUT_MESHES = re.compile(
 )
 _EXPLICIT = re.compile(r"PartitionSpec passed to|AxisType is not allowed|under a mesh context")
 _MISSING = re.compile(r"axis: (\S+) of (P\(.*?\)) is not found in mesh")
+_MUTATED = re.compile(r"Cannot mutate (\w+) from a different trace level")  # Flax's
 _UNBOUND = re.compile(r"unbound axis name: ([^\s.]+)")
 
 
@@ -81,9 +81,9 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
             else:
                 mesh = _mesh_of_user(here, missing) if mesh is None else AbstractMesh((), ())
             refused.append(error)
-        except TraceContextError as error:
-            raise _mutation_refusal(error) from error
         except Exception as error:
+            if found := _MUTATED.search(str(error)):
+                raise _mutation_refusal(found[1], error) from error
             explain_shapes(error)
             raise
     ignored = model_axes if mesh is not None and mesh.empty else []
@@ -182,15 +182,13 @@ def _explicit_refusal(error: Exception) -> GShardError:
     )
 
 
-def _mutation_refusal(error: Exception) -> GShardError:
+def _mutation_refusal(what: str, error: Exception) -> GShardError:
     """Returns a readable error for a loss that changes an NNX object outside of it."""
-    found = re.search(r"mutate (\w+)", str(error))
-    what = f", the {found[1]} of an NNX object" if found else ""
     return GShardError(
-        f"the function changes what it closes over{what}{_line_of(error)}. The function runs only "
-        "while JAX traces it, so such a change would be lost. Return the new values from the "
-        "function (from a loss: as aux, with has_aux=True), and update the object after the step. "
-        "Put an nnx.Rngs in the model."
+        f"the function changes what it closes over, the {what} of an NNX object{_line_of(error)}. "
+        "The function runs only while JAX traces it, so such a change would be lost. Return the "
+        "new values from the function (from a loss: as aux, with has_aux=True), and update the "
+        "object after the step. Put an nnx.Rngs in the model."
     )
 
 
