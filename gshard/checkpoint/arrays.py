@@ -74,8 +74,8 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
     check_unique(paths, "arrays of the state")
     if nameless := [path for path in paths if path.endswith("/")]:  # Orbax drops the slash
         raise GShardError(
-            f"save: the names of {some(nameless)} are empty or end with a slash, and could not be "
-            "restored. Rename them."
+            f"save: the names of {some(nameless)} are empty or end with a slash: they could not "
+            "be restored. Rename them."
         )
     refuse_abstract(leaves)
     refuse_donated(leaves)
@@ -101,15 +101,14 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
 
 
 def _can_be_saved(path: str, x: Any, layout: Layout) -> bool:
-    """Whether an array has the shape of its layout, or lacks the padding alone.
+    """Whether an array has the dtype of its layout, and its shape with or without padding.
 
-    An optimizer may change the dtype of its state. What is no array of JAX is padded and converted.
+    An optimizer may change the dtype of its state. Arrays of NumPy and Python numbers are converted
+    later.
     """
-    if not isinstance(x, jax.Array):
-        return np.shape(x) == layout.shape
-    is_parameter = path.startswith((PARAMS, MASTER, *FIELDS_OF_PARAMETERS))
-    has_dtype = x.dtype == layout.dtype or not is_parameter
-    return has_dtype and x.shape in (layout.shape, layout.stored_shape)
+    is_free = not path.startswith((PARAMS, MASTER, *FIELDS_OF_PARAMETERS))
+    has_dtype = is_free or not isinstance(x, jax.Array) or x.dtype == layout.dtype
+    return has_dtype and np.shape(x) in (layout.shape, layout.stored_shape)
 
 
 def refuse_misfits(wrong: Sequence[tuple[str, Any, Layout]], call: str) -> None:

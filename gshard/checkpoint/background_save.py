@@ -25,7 +25,7 @@ _REST = 200  # times as long as such a look takes, which the thread leaves the t
 _EXIT_TIMEOUT = 60.0  # for which the first process waits for them when its program has ended
 _program_over = threading.Event()
 _running: set[BackgroundSave] = set()
-_failed: dict[threading.Event, str] = {}  # messages of saves of which nobody has heard yet
+_failed: dict[threading.Event, str] = {}  # errors of saves that no caller has received
 _uncommitted: Draft | None = None  # what the first process may still have to commit
 
 
@@ -104,7 +104,7 @@ class BackgroundSave:
         except Exception as error:  # raised where somebody waits
             if not self._files.done():
                 self._files.set_exception(error)
-            # Not by `self`, through which the directory would stay locked.
+            # `self` as the key would keep the directory locked.
             _failed[self._given_up] = f"step {self.draft.step} was not saved: {error}"
             self._commit.set_exception(error)
         finally:

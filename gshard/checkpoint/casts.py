@@ -1,4 +1,4 @@
-"""What `cast=True` converts, and how: no integer becomes another one."""
+"""What `cast=True` converts, and how: an integer keeps its value, or it is an error."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def converted(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:
         new = x.astype(dtype)
     if jnp.issubdtype(dtype, jnp.integer) and (new != x).any():
         raise GShardError(
-            f"{name} holds integers that {dtype} does not. Keep the dtype in which it is stored."
+            f"{name} holds integers that do not fit {dtype}. Keep the dtype in which it is stored."
         )
     return new

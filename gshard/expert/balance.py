@@ -115,7 +115,7 @@ def update_bias(bias: Any, load: Any, *, rate: float = 1e-3) -> jax.Array:
 
     Args:
       bias: float (E,), the `bias=` of `route`; zeros at first. Keep it in float32: in bfloat16 the
-        default rate no longer changes an entry of 0.5.
+        default rate cannot increase an entry of 0.5, and decreases it by twice the rate.
       load: (E,), from `load`.
       rate: by how much an entry changes.
 

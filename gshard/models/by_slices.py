@@ -17,7 +17,7 @@ _NARROW = 32  # slices whose gradients are added up in the dtype of what they al
 
 
 def slice_of(tokens: int) -> int:
-    """Tokens of a slice: of equal slices, or if that needs twice as many, the last is padded."""
+    """Tokens of a slice; the last is padded where equal slices would be twice as many."""
     fewest = -(-tokens // SLICE)
     count = next((n for n in range(fewest, 2 * fewest) if tokens % n == 0), fewest)
     return -(-tokens // count)
@@ -77,14 +77,14 @@ def _cross_entropy_forward(x_BxTxD, head_DxV, next_BxT, size: int):
         norm_BxC = nn.logsumexp(logits_BxCxV, axis=-1)
         right_BxC = jnp.take_along_axis(logits_BxCxV, next_BxC[..., None], axis=-1)[..., 0]
         loss_BxC = norm_BxC - right_BxC
-        for real_1xC in real:  # only if tokens were added
+        for real_1xC in real:  # only if the last slice is padded
             loss_BxC *= real_1xC
         return sum_B + loss_BxC.sum(1), norm_BxC
 
     nothing_B = jnp.zeros(x_BxTxD.shape[0], jnp.float32)
     walked = [slices(x_BxTxD, size), slices(next_BxT, size)]
     if T % size:
-        walked.append(slices(jnp.ones((1, T)), size))
+        walked.append(slices(jnp.ones((1, T), jnp.float32), size))
     sum_B, norm_NxBxC = jax.lax.scan(of_slice, nothing_B, walked)
     return sum_B, (x_BxTxD, head_DxV, next_BxT, norm_NxBxC)
 

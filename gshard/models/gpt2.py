@@ -89,7 +89,7 @@ class GPT2(nn.Module):
     @nn.compact
     def __call__(self, tokens_BxT: jax.Array, next_BxT: jax.Array | None = None) -> jax.Array:
         D, V, T = self.width, self.vocabulary, tokens_BxT.shape[1]
-        need(T <= self.positions, f"{T} tokens are at most positions={self.positions}")
+        need(T <= self.positions, f"at most positions={self.positions} tokens, not {T}")
         embed = nn.Embed(V, D, dtype=self.dtype, embedding_init=START, name="embed")
         place = nn.Embed(
             self.positions, D, dtype=self.dtype, embedding_init=START, name="positions"

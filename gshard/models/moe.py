@@ -74,7 +74,7 @@ class Experts(nn.Module):
     def __call__(self, x_BxTxD: jax.Array) -> Any:
         (B, T, D), F, X = x_BxTxD.shape, self.mlp, self.routing.experts
         S = min(self.routing.group, T)
-        need(T % S == 0, f"{T} tokens of a sequence are a multiple of group={S}")
+        need(T % S == 0, f"the length of a sequence is a multiple of group={S}, not {T}")
         C = self.routing.slots(S)
         x_GxSxD = x_BxTxD.reshape(B * T // S, S, D)
 

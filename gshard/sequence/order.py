@@ -274,6 +274,6 @@ def _check_fill(fill: Any, dtype: Any) -> None:
     number, info = np.asarray(fill).item(), jnp.iinfo(dtype)
     if not (info.min <= number <= info.max and number == int(number)):
         raise GShardError(
-            f"fill={shown(number)} is no {dtype}, the dtype of tokens: pass an integer from "
+            f"fill={shown(number)} does not fit {dtype}, the dtype of tokens: pass an integer from "
             f"{info.min} to {info.max}, or tokens.astype(jnp.int32)."
         )

@@ -60,7 +60,7 @@ def mean(
       The mean, the same on every device of the axis.
 
     Raises:
-      GShardError: `x` has no such dimension, or `where` is not of booleans or of another shape.
+      GShardError: `x` has no such dimension, `where` is not boolean or does not broadcast to it.
 
     Example:
       >>> x = jnp.array([[1.0, 2.0, 9.0]])

@@ -17,6 +17,7 @@ import numpy as np
 from jax import core
 from jax.sharding import NamedSharding
 
+from gshard._util.errors import some, warn
 from gshard._util.pytree import flatten
 from gshard.sharding.layout import Layout
 
@@ -29,7 +30,9 @@ def where_replaced(copy: jax.Array, param: jax.Array) -> jax.Array:
 def latest_copies(plan: Any, params: Any, master: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the master copies of a `Plan`, new ones of parameters that were replaced.
 
-    Tracers, deleted arrays and arrays of another plan are returned unchanged.
+    Tracers, deleted arrays and arrays of another plan are returned unchanged. Of several processes
+    each sees its own shards alone, and none may run a program that the others do not: there a
+    warning names the parameters, and the old copies are returned.
     """
     stored = dict(zip(*flatten(params)[:2], strict=True))
     layouts = {x.path: x for x in jax.tree.leaves(plan.params)}
@@ -51,6 +54,13 @@ def latest_copies(plan: Any, params: Any, master: Mapping[str, Any]) -> dict[str
             for path, found in flags.items()
             if any(np.asarray(x.data).any() for x in found.addressable_shards)
         ]
+        if replaced and plan.mesh.is_multi_process:
+            warn(
+                f"parameters were replaced since the last step ({some(replaced)}), and precision= "
+                "keeps master copies of them, which with several processes still have the old "
+                "values. Run a step first, or pass the new parameters to shard_train_state."
+            )
+            return dict(master)
         return {**master, **{path: programs(path)[1](*pairs[path]) for path in replaced}}
 
 
@@ -88,7 +98,7 @@ def _programs(sharding: NamedSharding, master: Layout, layout: Layout) -> tuple[
 
     def differ(copy: jax.Array, param: jax.Array) -> jax.Array:
         return jax.shard_map(
-            lambda x, y: jnp.any(x.astype(y.dtype) != y)[None],
+            lambda x, y: jnp.any((x.astype(y.dtype) != y) & ~(jnp.isnan(x) & jnp.isnan(y)))[None],
             mesh=sharding.mesh,
             in_specs=(sharding.spec, sharding.spec),
             out_specs=jax.P(axes),

@@ -919,6 +919,8 @@ def test_arrays_that_are_not_those_of_the_plan_are_refused(tmp_path, w, said):
             checkpointer.save(1, state.replace(params={"w": w}))
         checkpointer.save(1, state.replace(params=gshard.full_params(state)))  # without padding
         assert gshard.full_params(checkpointer.restore(like=state).state)["w"].all()
+        checkpointer.save(2, jax.device_get(state))  # with it
+        assert gshard.full_params(checkpointer.restore(like=state).state)["w"].all()
 
 
 def test_inside_jit_there_is_nothing_to_save(tmp_path, run):

@@ -31,7 +31,7 @@ def test_sizes():
 
 
 def test_tokens_without_a_position_are_refused():
-    with pytest.raises(gshard.GShardError, match="18 tokens are at most positions=17"):
+    with pytest.raises(gshard.GShardError, match="at most positions=17 tokens, not 18"):
         gpt2.from_config(GPT2).init(jax.random.key(0), jnp.zeros((1, 18), int))
 
 

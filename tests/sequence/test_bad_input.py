@@ -114,10 +114,16 @@ WRONG_CALLS = {
     "several fills": (lambda: sequence.shift_right(x(1, 5), x(1)), r"fill has shape \(1,\): pass"),
     "a fill that would wrap": (
         lambda: sequence.shift_left(x(1, 5, dtype=jnp.uint8), -100),
-        "fill=-100 is no uint8, .*from 0 to 255",
+        "fill=-100 does not fit uint8, .*from 0 to 255",
     ),
-    "half a token": (lambda: sequence.shift_right(x(1, 5, dtype=int), 2.5), "fill=2.5 is no int32"),
-    "no number": (lambda: sequence.shift_left(x(1, 5, dtype=int), np.nan), "fill=nan is no int32"),
+    "half a token": (
+        lambda: sequence.shift_right(x(1, 5, dtype=int), 2.5),
+        "fill=2.5 does not fit int32",
+    ),
+    "no number": (
+        lambda: sequence.shift_left(x(1, 5, dtype=int), np.nan),
+        "fill=nan does not fit int32",
+    ),
     "cut for zig-zag": (
         lambda: sequence.zigzag(x(1, 6), 2),
         "6 tokens along dim=1, which zig-zag .*multiple of 4",

@@ -144,7 +144,7 @@ def test_no_integer_becomes_another_one(folders, step):
     with opened(folders) as checkpointer:
         checkpointer.save(step, made(np.int32, 300))
         checkpointer._elsewhere = None  # which is a warning
-        with pytest.raises(gshard.GShardError, match="/n holds integers that int8 does not"):
+        with pytest.raises(gshard.GShardError, match="/n holds integers that do not fit int8"):
             checkpointer.restore(like=made(np.int8, 0), cast=True)
         new = checkpointer.restore(like=made(np.uint16, 0), cast=True).state
         found = gshard.full_params(new)["n"]
