@@ -400,12 +400,13 @@ class Checkpointer:
                     self._local.forget(lambda own: own > found.step)
                 else:
                     self._local.abandon(found.step)
-            there = set(steps_everywhere(self._store)) - self._writer.damaged
             if self._local is not None and found.source == str(self._local.store):
                 self._local.has_restored(found.step, found.metadata, found.data_state)
-                self._local.count_skipped(arrays_of(found.state, plan)[0])
-            elif found.step == max(there, default=None):
-                self._writer.has_restored(found.step, found.metadata, found.data_state)
+                self._local.count_skipped(plan.kind.split(found.state).opt_state.guard.skipped)
+            else:
+                undamaged = {*steps_everywhere(self._store)} - self._writer.damaged
+                if found.step == max(undamaged, default=None):
+                    self._writer.has_restored(found.step, found.metadata, found.data_state)
             self._rhythm.start_again()
             late_checks(plan).forget()
             events.restored(found.step, time.monotonic() - began)

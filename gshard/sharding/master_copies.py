@@ -79,7 +79,7 @@ def _is_planned(x: Any, layout: Layout, plan: Any) -> bool:
 
 def _near(x: Any, plan: Any) -> Any:
     """Returns the array on the devices of the plan, or on the host if it is on others."""
-    if not isinstance(x, jax.Array) or isinstance(x, core.Tracer) or not x.committed:
+    if not isinstance(x, jax.Array) or not x.committed:
         return x
     return x if x.sharding.device_set == set(plan.mesh.devices.flat) else np.asarray(x)
 

@@ -156,7 +156,8 @@ class Accumulation:
         try:
             loss, *new = compiled(self.model, given, *self._stored())
         except ValueError:
-            refuse_other_parameters(self.model, self.plan)
+            params = self.plan.kind.split_target(self.model, {}).params
+            refuse_other_parameters(params, self.plan)
             raise
         if self._depth:
             self._pending, self._buffers = new

@@ -84,8 +84,8 @@ class Phases:
         plan, (structure, fixed), given = self.plan, rest, iter(arrays)
         self._warn_of_floats(rest)
         inputs = structure.unflatten([next(given) if x is None else x[1] for x in fixed])
-        refuse_other_parameters(model, plan, full=True)
         parts = plan.kind.split_target(model, {})
+        refuse_other_parameters(parts.params, plan, full=True)
         # A Variable that was added after wrapping is not in the plan.
         known = non_trainable_layouts(parts.non_trainable, plan)
         stored, layouts = (parts.params, parts.non_trainable), (plan.params, known)
@@ -286,16 +286,16 @@ class OnModel:
         return out, {i: new for i, (new, old) in pairs if new is not old}
 
 
-def refuse_other_parameters(model: nnx.Module, plan: Plan, full: bool = False) -> None:
+def refuse_other_parameters(params: Any, plan: Plan, full: bool = False) -> None:
     """Raises a `GShardError` if the parameters of a wrapped model are no longer those of its plan.
 
     Args:
-      model: its parameters are as stored, or abstract.
+      params: those of the model, arrays or abstract.
       plan: made for it.
       full: whether they may also have the shapes without padding.
     """
     layouts = jax.tree.leaves(plan.params)
-    paths, params, _ = flatten(plan.kind.split_target(model, {}).params)
+    paths, leaves, _ = flatten(params)
     known = [layout.path for layout in layouts]
     if paths != known:
         raise GShardError(
@@ -304,7 +304,7 @@ def refuse_other_parameters(model: nnx.Module, plan: Plan, full: bool = False) -
         )
     wrong = [
         f"{y.path} is {list(x.shape)}, stored as {list(y.stored_shape)}"
-        for x, y in zip(params, layouts, strict=True)
+        for x, y in zip(leaves, layouts, strict=True)
         if x.shape != y.stored_shape and not (full and x.shape == y.shape)
     ]
     if wrong:

@@ -97,7 +97,7 @@ class LocalTier(StepWriter):
         def described() -> Contents:
             contents = describe()
             before = self._skipped
-            self.count_skipped(contents.arrays)
+            self.count_skipped(contents.arrays.get("opt_state/guard/skipped"))
             is_same = contents.step == self.last_step and contents.step in self.steps
             if not (is_same and self._skipped > before):
                 self.last_step = None
@@ -110,9 +110,8 @@ class LocalTier(StepWriter):
         super().has_restored(step, metadata, data_state)
         self._own = step
 
-    def count_skipped(self, arrays: Mapping[str, jax.Array]) -> None:
-        """Notes how many steps were skipped until these arrays of a state."""
-        count = arrays.get("opt_state/guard/skipped")
+    def count_skipped(self, count: Any) -> None:
+        """Remembers how many skipped steps a state has counted; None if it counts none."""
         self._skipped = -1 if count is None else int(count)
 
     def _check_same(self, contents: Contents) -> None:
