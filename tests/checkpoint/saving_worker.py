@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import partial
 from typing import Any
 
 import gshard
 
 BEFORE, AFTER = (0, 1), (2, 3)
+REPLACED: dict[str, Any] = {
+    "first value": lambda x: x.at[(0,) * x.ndim].set(3),
+    "all": lambda x: x * 0 + 2,
+}
 
 
 def main(coordinator: str, processes: str, rank: str, file: str, each: str, folder: str) -> None:
@@ -86,6 +91,21 @@ def main(coordinator: str, processes: str, rank: str, file: str, each: str, fold
         except gshard.GShardError as error:
             said.append(str(error))
     found["said"] = said
+
+    # New values of parameters that have master copies; one value is of one process alone.
+    for level in ("os", "p_g_os"):
+        run = Training(level, devices, precision="bfloat16")
+        shardings = jax.tree.map(lambda x: x.sharding, run.state.params)
+        for name, change in REPLACED.items():
+            changed = jax.jit(partial(jax.tree.map, change), out_shardings=shardings)
+            run.state = run.state.replace(params=changed(run.state.params))
+            full = gshard.full_params(run.state)
+            with gshard.Checkpointer(f"{folder}/{name} at {level}") as checkpointer:
+                checkpointer.save(0, run.state)
+                again = checkpointer.restore(like=run.state).state
+            for how, params in (("full", full), ("restored", gshard.full_params(again))):
+                leaves = map(np.ravel, jax.tree.leaves(params))
+                found[f"{how}, {name} at {level}"] = np.concatenate([*leaves])
     gshard.distributed.barrier()
     if me == 0:
         fs, path = fsspec.url_to_fs(f"{folder}/together", use_listings_cache=False)

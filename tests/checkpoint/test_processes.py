@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import gshard
-from tests.checkpoint.saving_worker import AFTER, BEFORE
+from tests.checkpoint.saving_worker import AFTER, BEFORE, REPLACED
 from tests.checkpoint.test_checkpoints import Training, assert_equal_bits
 from tests.processes import run_workers
 from tests.tiers import quick
@@ -33,6 +35,7 @@ def test_each_writes_its_shards_and_any_number_restores(tmp_path, processes, eac
         assert_restored_what_one_wrote(process, losses)
         assert_is_what_they_had(process, rank)
         assert_was_told_what_was_wrong(process)
+        assert_has_the_new_parameters(process, processes * each)
     np.testing.assert_allclose(seen[0]["after"], losses, rtol=2e-6)
     assert seen[0]["left"].tolist() == [".gshard_lock", "3"]
     assert_one_restores_what_several_wrote(tmp_path, processes)
@@ -63,6 +66,18 @@ def assert_was_told_what_was_wrong(process):
     assert "verify=False" in others[2] and "verify=True" in others[2]
     assert "process 0: delete(step=2), at " in others[3] and "delete(step=5), at " in others[3]
     assert process["damaged"].tolist()[0].startswith("arrays/ocdbt.process_1/d/")
+
+
+def assert_has_the_new_parameters(process, devices):
+    """Those that `state.replace(params=...)` got, instead of their old master copies."""
+    for level in ("os", "p_g_os"):
+        state = Training(level, devices, precision="bfloat16").state
+        params = gshard.full_params(state)
+        for name, change in REPLACED.items():
+            params = jax.tree.map(change, jax.tree.map(jnp.asarray, params))
+            expected = np.concatenate([*map(np.ravel, jax.tree.leaves(params))])
+            for how in ("full", "restored"):
+                np.testing.assert_array_equal(process[f"{how}, {name} at {level}"], expected)
 
 
 def assert_one_restores_what_several_wrote(folder, processes):
