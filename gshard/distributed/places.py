@@ -106,7 +106,8 @@ class Server:
         self._left: dict[int, str] = {}
         self._said: dict[int, Place] = {}
         self._meetings: dict[str, _Awaited] = {}
-        self._met: dict[str, tuple[Any, ...]] = {}  # number and outcome of the last, by their key
+        self._met: dict[str, int] = {}  # number of the last, by their key
+        self._failed: dict[tuple[str, int], tuple[Any, ...]] = {}  # the outcome, by key and number
         self._seen: set[int] = set()  # those that have joined once
         self._all_joined = False  # or have had the time to
         self._end: str | None = None
@@ -181,9 +182,8 @@ class Server:
             self._left[rank] = message["leave"]
         elif "meet" in message:
             key, number, ranks, call, where = message["meet"]
-            last, *outcome = self._met.get(key, (0, None, []))
-            if number <= last:  # it comes after the end
-                self._tell([rank], {"met": [key, *outcome]})
+            if number <= self._met.get(key, 0):  # it comes after the end
+                self._tell([rank], {"met": [key, *self._failed.get((key, number), (None, []))]})
                 return
             if key not in self._meetings:
                 self._meetings[key] = _Awaited(set(unpacked(ranks)), number)
@@ -214,7 +214,9 @@ class Server:
         ):
             return
         del self._meetings[key]
-        self._met[key] = meeting.number, without, others
+        self._met[key] = meeting.number
+        if without or others:  # the others may have failed again before the last one comes
+            self._failed[key, meeting.number] = without, others
         self._tell(arrived, {"met": [key, without, others]})
 
     def _cannot_come(self, rank: int) -> bool:

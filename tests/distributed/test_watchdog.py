@@ -349,6 +349,26 @@ def test_a_meeting_of_different_calls_tells_each_what_the_others_do():
     asyncio.run(meet())
 
 
+def test_who_comes_late_hears_of_its_own_call_and_not_of_the_next():
+    """The others may have failed once more by then."""
+
+    async def meet():
+        async with Job(3) as job:
+            for number, name in enumerate(("restore", "delete"), 1):
+                pair = [meeting([0, 1, 2], number, f"{name} {rank}") for rank in range(2)]
+                for member, own in zip(job.members, pair, strict=False):
+                    member.meet(own)
+                await until(lambda pair=pair: all(x.over.is_set() for x in pair))
+            for number, name in enumerate(("restore", "delete"), 1):
+                late = meeting([0, 1, 2], number, f"{name} 1")
+                job.members[2].meet(late)
+                await until(late.over.is_set)
+                told = {rank: f"{name} {rank}, at train.py:3" for rank in range(2)}
+                assert late.others == told
+
+    asyncio.run(meet())
+
+
 def test_who_has_withdrawn_is_waited_for_again():
     async def meet():
         async with Job(2) as job:
