@@ -132,7 +132,7 @@ def _values_at(param: Any, shard: Any) -> jax.Array | None:
     return None
 
 
-def _parts(param: Any, device: jax.Device) -> Iterator[tuple[Any, tuple[slice, ...]]]:
+def _parts(param: Any, device: Any) -> Iterator[tuple[Any, tuple[slice, ...]]]:
     """Yields the shards of a parameter on a device with their indices, then all of it."""
     if isinstance(param, jax.Array):
         yield from ((x.data, x.index) for x in param.addressable_shards if x.device == device)
