@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, warn
 
 CASTS = "cast=True converts floating dtypes into one another, and integer ones."
 
@@ -21,7 +21,7 @@ def can_cast(stored: Any, wanted: Any) -> bool:
 
 
 def converted(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:
-    """The array in this dtype; overflow of a float is infinite, as in JAX.
+    """The array in this dtype. Floats that are too large for it become infinite, with a warning.
 
     Raises:
       GShardError: it holds an integer that the dtype does not have.
@@ -34,4 +34,12 @@ def converted(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:
         raise GShardError(
             f"{name} holds integers that do not fit {dtype}. Keep the dtype in which it is stored."
         )
+    # bfloat16 has the range of float32, but for its last thousandths.
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).max < 0.9 * jnp.finfo(x.dtype).max:
+        too_large = int((np.isfinite(x) & ~np.isfinite(new)).sum())
+        if too_large:
+            warn(
+                f"{name}: {too_large} of {x.size} numbers are too large for {np.dtype(dtype)} and "
+                "have become infinite or NaN. Keep the dtype in which it is stored, or bfloat16."
+            )
     return new

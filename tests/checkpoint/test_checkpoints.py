@@ -635,6 +635,20 @@ def test_another_dtype_needs_cast(written, run):
         assert x.dtype == np.float16 and (np.asarray(x) == np.asarray(y, np.float16)).all()
 
 
+def test_numbers_too_large_for_the_new_dtype_are_named(tmp_path):
+    params = {"w": np.array([1e6, 2, 7e4, np.inf, 3, 4], np.float32), "x": np.ones(6, np.float32)}
+    state, _ = shard((params, optax.sgd(0.1)), "os", 2)
+    half = jax.tree.map(lambda x: jnp.ones_like(x, jnp.float16), params)
+    like, _ = shard((half, optax.sgd(0.1)), "os", 2)
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        with pytest.warns(gshard.GShardWarning) as seen:
+            new = checkpointer.restore(like=like, cast=True).state
+    (message,) = {str(x.message) for x in seen}
+    assert "params/w: 2 of 6 numbers are too large for float16" in message
+    assert np.isinf(np.asarray(new.params["w"])).tolist() == [True, False, True, True, False, False]
+
+
 @pytest.mark.parametrize("kind", [np.int32, np.bool_, np.complex64])
 def test_other_kinds_are_not_cast(tmp_path, kind):
     """NaN would become some integer."""
