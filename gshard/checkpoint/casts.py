@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard._util.errors import GShardError, warn
+from gshard.sharding.precision import is_floating
 
 CASTS = "cast=True converts floating dtypes into one another, and integer ones."
 
@@ -34,12 +35,17 @@ def converted(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:
         raise GShardError(
             f"{name} holds integers that do not fit {dtype}. Keep the dtype in which it is stored."
         )
-    # bfloat16 has the range of float32, but for its last thousandths.
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).max < 0.9 * jnp.finfo(x.dtype).max:
-        too_large = int((np.isfinite(x) & ~np.isfinite(new)).sum())
-        if too_large:
-            warn(
-                f"{name}: {too_large} of {x.size} numbers are too large for {np.dtype(dtype)} and "
-                "have become infinite or NaN. Keep the dtype in which it is stored, or bfloat16."
-            )
+    if lost := too_large(x, new):
+        warn(
+            f"{name} has numbers that are too large for {np.dtype(dtype)}, such as {lost:g}, and "
+            "become infinite or NaN. Keep the dtype in which it is stored, or use bfloat16."
+        )
     return new
+
+
+def too_large(x: np.ndarray, new: np.ndarray) -> float:
+    """Returns the largest number that is finite in `x` and not in a narrower dtype; 0 if none."""
+    if not is_floating(new.dtype) or jnp.finfo(new.dtype).max >= jnp.finfo(jnp.bfloat16).max:
+        return 0.0
+    lost = np.isfinite(x) & ~np.isfinite(new)
+    return float(np.abs(x[lost]).max()) if lost.any() else 0.0

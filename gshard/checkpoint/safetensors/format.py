@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard._util.errors import GShardError, some, warn
+from gshard.checkpoint.casts import too_large
 from gshard.checkpoint.safetensors.place import Place, read_range, size_of, version_of
-from gshard.sharding.precision import is_floating
 
 # In the order in which the library writes tensors: the larger alignment first.
 DTYPES: dict[str, np.dtype] = {
@@ -200,15 +200,9 @@ def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The array in this dtype, row-major; a warning names a number that it cannot hold."""
     with np.errstate(over="ignore"):
         new = x.astype(dtype, "C", copy=False)
-    if _is_narrow(dtype) and (lost := np.isfinite(x) & ~np.isfinite(new)).any():
+    if lost := too_large(x, new):
         warn(
             f"save_safetensors writes an infinite value, or NaN, for one that {dtype} cannot "
-            f"hold, {float(np.abs(x[lost]).max()):g}. Pass dtype='bfloat16', which has the range "
-            "of float32."
+            f"hold, {lost:g}. Pass dtype='bfloat16', which has the range of float32."
         )
     return new
-
-
-def _is_narrow(dtype: np.dtype) -> bool:
-    """Whether it is a floating dtype with less range than float32 and bfloat16."""
-    return is_floating(dtype) and bool(jnp.finfo(dtype).max < jnp.finfo(jnp.bfloat16).max)
