@@ -22,11 +22,11 @@ from gshard.checkpoint import array_ranges
 from gshard.checkpoint.arrays import (
     ArrayInfo,
     layouts_of,
-    read_components,
     state_and_plan,
     with_components,
 )
 from gshard.checkpoint.manifest import Range
+from gshard.checkpoint.matching import read_components
 from gshard.checkpoint.quiet_orbax import orbax_module
 from gshard.checkpoint.read_arrays import unreadable
 from gshard.checkpoint.step_info import refuse_step

@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gshard._util.errors import GShardError, warn
-from gshard.checkpoint.arrays import ArrayInfo, arrays_to_read, read_components, with_components
+from gshard.checkpoint.arrays import ArrayInfo, with_components
 from gshard.checkpoint.checksums import Damage
 from gshard.checkpoint.data_state import read_data_state
+from gshard.checkpoint.matching import arrays_to_read, read_components
 from gshard.checkpoint.save import StepWriter
 from gshard.checkpoint.step_info import StepInfo
 from gshard.checkpoint.store import Reader, Wanted

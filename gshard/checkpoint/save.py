@@ -17,12 +17,11 @@ from gshard.checkpoint.arrays import (
     FROZEN_PARAMS,
     PARAMS,
     ArrayInfo,
-    Read,
-    read_one_by_one,
     weight_at,
 )
 from gshard.checkpoint.background_save import BackgroundSave
 from gshard.checkpoint.data_state import packed_data_state
+from gshard.checkpoint.matching import Read, read_one_by_one
 from gshard.checkpoint.retention import RetentionPolicy, readable_metadata
 from gshard.checkpoint.step_files import StoreError
 from gshard.checkpoint.step_info import StepInfo

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import gshard
-from gshard.checkpoint import arrays
+from gshard.checkpoint import matching
 from gshard.sharding.quantized_array import quantized_arrays
 
 PRECISIONS = {"int8": gshard.Precision("float32", state_dtype="int8"), "float32": None}
@@ -76,7 +76,7 @@ TARGETS = {
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("source", PRECISIONS)
 def test_moments_are_restored_in_the_form_that_the_plan_has(source, name, tmp_path, monkeypatch):
-    monkeypatch.setattr(arrays, "AT_ONCE", 8000)  # several groups
+    monkeypatch.setattr(matching, "AT_ONCE", 8000)  # several groups
     (precision, level, devices), exact = TARGETS[name]
     state, plan = trained(source, "os_g", 8)
     with gshard.Checkpointer(tmp_path) as checkpointer:

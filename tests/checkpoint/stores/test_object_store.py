@@ -17,9 +17,9 @@ import tensorstore as ts
 
 import gshard
 from gshard.checkpoint import lease, needed_ranges, object_reader
-from gshard.checkpoint.arrays import arrays_to_read
 from gshard.checkpoint.bucket import REQUESTS, Bucket
 from gshard.checkpoint.lease import Lease
+from gshard.checkpoint.matching import arrays_to_read
 from gshard.checkpoint.open_store import open_step_or_store, open_store
 from gshard.checkpoint.step_files import run_parallel
 from gshard.checkpoint.step_info import StepInfo
