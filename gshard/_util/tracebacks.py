@@ -33,6 +33,15 @@ def line_of_error(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
+def named_as(user: Any, function: Callable[P, R]) -> Callable[P, R]:
+    """Returns the function; JAX's errors about what it traces name the user's, which it calls."""
+    while isinstance(user, functools.partial):
+        user = user.func
+    if not hasattr(inspect.unwrap(user), "__code__"):  # an object that can be called
+        user = type(user).__call__
+    return functools.update_wrapper(function, user, (), ())
+
+
 def short_traceback(function: Callable[P, R]) -> Callable[P, R]:
     """Decorates a public function or generator function: what it raises goes through `shorten`."""
 

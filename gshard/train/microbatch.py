@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from gshard._util.errors import warn
 from gshard._util.pytree import flatten
+from gshard._util.tracebacks import named_as
 from gshard.sequence.order import Order
 from gshard.sharding.budget import resharding
 from gshard.sharding.layout import Layout, all_replicated
@@ -205,7 +206,8 @@ class MicroBatchLoss:
         def form(*args: Any) -> Any:
             if not self.is_global:
                 return of_examples(*args)
-            return self.global_batch.shares(of_experts, self.options.by_examples, trained, *args, i)
+            fun = named_as(self.form.loss, of_experts)
+            return self.global_batch.shares(fun, self.options.by_examples, trained, *args, i)
 
         def prepare(jaxpr: Any, inputs: list[Any], trace: Callable[..., Any]) -> list[Any]:
             paths = dict(enumerate(names, n))  # by position among the inputs

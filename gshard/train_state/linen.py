@@ -19,6 +19,7 @@ from flax.training.train_state import TrainState
 
 from gshard._util.errors import GShardError, place_of, some, warn
 from gshard._util.pytree import flatten, path_of
+from gshard._util.tracebacks import named_as
 from gshard._util.validation import check_takes, shown
 from gshard.train_state.components import Components, Kind, PureLoss
 from gshard.train_state.frozen import (
@@ -217,7 +218,7 @@ class Linen(Kind):
                 ) from error
             return _take_updates(out, mutable) if mutable else (out, {})
 
-        return pure
+        return named_as(loss_fn, pure)
 
     def gradients(self, grads: Any, params: Any, updates: dict[str, Any]) -> Any:
         structure = jax.tree.structure(self.trained(updated(params)))

@@ -16,6 +16,7 @@ from flax import nnx
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.jaxpr_dataflow import sources
 from gshard._util.pytree import check_unique, flatten, path_of
+from gshard._util.tracebacks import named_as
 from gshard._util.validation import check_takes, shown
 from gshard.train_state.components import Components, Kind, PureLoss
 from gshard.train_state.initial import initial
@@ -223,7 +224,7 @@ class Nnx(Kind):
                 )
             return out, {path: after[path] for path in changed if path in after}
 
-        return pure
+        return named_as(loss_fn, pure)
 
     def gradients(self, grads: Any, model: nnx.Module, updates: dict[str, Any]) -> Any:
         del updates

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -94,6 +96,25 @@ def test_what_gshard_does_below_the_loss_is_shown():
     assert any(file.startswith(GSHARD) for file in found[found.index(__file__) :])
     names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert names[names.index("trained") + 1] == "loss"
+
+
+class Loss:
+    def __call__(self, params, batch):
+        return branching(params, batch)
+
+
+def branching(params, batch):
+    return (batch["x"] @ params["w"]).mean() if batch["train"] else params["w"].sum()
+
+
+@pytest.mark.parametrize("loss", [branching, functools.partial(branching), Loss()])
+def test_an_error_of_jax_about_a_value_names_the_loss_of_the_user(loss):
+    pair = ({"w": X}, optax.sgd(0.1))
+    state, plan = gshard.shard_train_state(pair, gshard.make_mesh(), "os", min_shard_size=0)
+    name = "__call__" if isinstance(loss, Loss) else "branching"
+    traced = f"tracing the function {name} at {re.escape(__file__)}"
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=traced):
+        gshard.make_train_step(loss, plan)(state, {"x": X, "train": True})
 
 
 def test_an_example_that_cannot_be_read_shows_the_line_that_reads_it():
