@@ -19,6 +19,9 @@ from gshard._util.tracebacks import is_library
 Handler = Callable[[Any, list[Any]], Sequence[Any]]
 
 JIT = "jit"
+# For `jax.jit(inline=)`: the call is one equation of the trace, and what it calls is lowered as if
+# there were no call (up to JAX 0.11 XLA removes it). To add each equation to the trace takes long.
+INLINE_LATE: Any = getattr(getattr(jax, "Inline", None), "JAX_LATE", False)
 VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")  # elements as they are
 CHECKPOINT = "remat2"
 CUSTOM_VJP = "custom_vjp_call"
@@ -35,6 +38,7 @@ COLLECTIVES = {  # primitives, and HLO's names of what they do
     "ppermute": "collective-permute",
     "pbroadcast": "collective-broadcast",
 }
+_PLAIN = frozenset({bool, int, float, str, type(None)})  # parameters without a jaxpr
 _CALLS = (JIT, CHECKPOINT, "closed_call", "custom_jvp_call", CUSTOM_VJP)
 
 
@@ -96,15 +100,6 @@ def bind_in_scope(eqn: Any, values: Sequence[Any], **changes: Any) -> Sequence[A
     """Evaluates one equation like `bind`, in the named scope of the equation."""
     with in_scope(eqn):
         return bind(eqn, values, **changes)
-
-
-def bind_inlined(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Adds the equations that a `jit` calls as they were traced, not one by one: much faster."""
-    if "inline" not in eqn.params:  # with jax.disable_jit
-        return bind(eqn, values)
-    kind = type(eqn.params["inline"])  # a boolean up to JAX 0.11, later `jax.Inline`
-    early = True if kind is bool else kind.JAX_EARLY
-    return bind(eqn.replace(params={**eqn.params, "inline": early}), values)
 
 
 def user_line(eqn: Any) -> str:
@@ -191,7 +186,9 @@ def product_flops(eqn: Any) -> int:
 def all_equations(jaxpr: Any) -> Iterator[Any]:
     """Iterates over all equations, also those of inner jaxprs."""
     for eqn in jaxpr.eqns:
-        yield from with_inner(eqn)
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from all_equations(inner)
 
 
 def with_inner(eqn: Any) -> Iterator[Any]:
@@ -201,10 +198,14 @@ def with_inner(eqn: Any) -> Iterator[Any]:
         yield from all_equations(inner)
 
 
-def inner_jaxprs(eqn: Any) -> Iterator[Any]:
-    """Iterates over the jaxprs among an equation's parameters, not over those inside them."""
-    for value in eqn.params.values():
+def inner_jaxprs(eqn: Any) -> Sequence[Any]:
+    """The jaxprs among an equation's parameters, not those inside them."""
+    found = []
+    for value in eqn.params.values() if eqn.params else ():  # many have none, and there are many
+        if value.__class__ in _PLAIN:
+            continue
         for inner in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(inner, "jaxpr", inner)
+            inner = inner if inner.__class__ in _PLAIN else getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
-                yield inner
+                found.append(inner)
+    return found

@@ -2,8 +2,9 @@
 
 JAX caches the derivative and the transpose of what `jax.jit` calls, by its jaxpr, but derives those
 of a bare equation every time, which takes twice as long as the call of a cached one. So equations
-that occur several times, as in the layers of a model, are called through `jax.jit`, which adds what
-it calls to the trace as if it were not there. Where several in a row repeat, one call has them all.
+that occur several times, as in the layers of a model, are called through `jax.jit`, and each call
+is one equation of the trace, as is each derivative. The compiler sees all equations as if there
+were no calls. Where several in a row repeat, one call has them all.
 """
 
 from __future__ import annotations
@@ -21,12 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from gshard._util.jaxpr import bind, with_inner
+from gshard._util.jaxpr import INLINE_LATE, bind, inner_jaxprs
 from gshard._util.jaxpr_dataflow import PRODUCTS
 
 LEAST = 4  # occurrences of a kind, from which on a cached derivative takes less time
-_KINDS: Any = getattr(jax, "Inline", None)  # None up to JAX 0.11, where a boolean means the same
-_INLINE: Any = True if _KINDS is None else _KINDS.JAX_EARLY
 
 
 class RepeatedEquations:
@@ -133,7 +132,7 @@ class Run:
 
 
 def _place(eqn: Any) -> tuple[Any, ...]:
-    return eqn.ctx, str(eqn.source_info.name_stack)
+    return eqn.ctx, eqn.source_info.name_stack
 
 
 @lru_cache(maxsize=1024)
@@ -141,14 +140,14 @@ def _calls(key: tuple[Any, ...]) -> Any:
     """Returns what computes a run of this kind."""
     kinds, outputs = key
 
-    def call(values: list[Any]) -> list[Any]:
+    def repeated(values: list[Any]) -> list[Any]:
         rest, known = iter(values), list[Any]()
         for kind, ins, new in kinds:
             known += [next(rest) for _ in range(new)]
             known += _apply(kind, [known[i] for i in ins])
         return [known[i] for i in outputs]
 
-    return jax.jit(call, inline=_INLINE)
+    return jax.jit(repeated, inline=INLINE_LATE)
 
 
 class _Equation:
@@ -157,10 +156,10 @@ class _Equation:
     def __init__(self, kind: tuple[Any, ...]):
         self.count = 0
 
-        def call(values: list[Any]) -> list[Any]:
+        def repeated(values: list[Any]) -> list[Any]:
             return _apply(kind, values)
 
-        self.call = jax.jit(call, inline=_INLINE)
+        self.call = jax.jit(repeated, inline=INLINE_LATE)
 
 
 def _apply(kind: tuple[Any, ...], values: Sequence[Any]) -> list[Any]:
@@ -188,7 +187,7 @@ def _equation(kind: tuple[Any, ...]) -> _Equation:
 
 def _kind_of(eqn: Any) -> tuple[Any, ...] | None:
     """What equations that compute the same have in common; None for one that is not cached."""
-    if eqn.effects or sum(1 for _ in with_inner(eqn)) > 1:
+    if eqn.effects or any(inner.eqns for inner in inner_jaxprs(eqn)):
         return None
     params = tuple((k, type(v), v, _exact(v)) for k, v in eqn.params.items())
     operands = tuple(_operand(v) for v in eqn.invars)

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gshard
+from gshard._util.jaxpr import all_equations
 from gshard.train.optim.skip_update import SkippableUpdate
 from tests.tiers import quick
 
@@ -448,8 +449,9 @@ def test_state_is_selected_where_it_is_computed(nested):
     inner = jax.jit(update) if nested else update
     x, on = jnp.ones(5), jnp.bool_(True)
     closed = jax.make_jaxpr(skippable(inner))(on, x, {"mean": x, "count": x}, x)
-    (sine,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "sin")
-    selections = [eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "select_n"]
+    equations = list(all_equations(closed.jaxpr))
+    (sine,) = (eqn for eqn in equations if eqn.primitive.name == "sin")
+    selections = [eqn for eqn in equations if eqn.primitive.name == "select_n"]
     assert len(selections) == 2
     assert sine.invars[0] in {eqn.outvars[0] for eqn in selections}
 

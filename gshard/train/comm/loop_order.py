@@ -21,13 +21,13 @@ from jax.extend.core import Literal
 
 from gshard._util.jaxpr import (
     COLLECTIVES,
+    INLINE_LATE,
     Bindings,
     abstract_like,
+    all_equations,
     bind_in_scope,
-    bind_inlined,
     body_of,
     called,
-    evaluate,
     inner_jaxprs,
     opened,
     scan_sizes,
@@ -51,18 +51,13 @@ def in_loop_order(fun: Callable[..., Any], group: Group) -> Callable[..., Any]:
 
     @wraps(fun)
     def ordered(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(jax.jit(fun), return_shape=True)(*args)
-        out = evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), _call)
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+        if not _is_unordered(closed.jaxpr):  # what is called here has been traced above
+            return jax.jit(fun, inline=INLINE_LATE)(*args)
+        out = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return ordered
-
-
-def _call(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    inner = called(eqn)
-    if inner is None or not _is_unordered(inner[0]):
-        return bind_inlined(eqn, values)
-    return _evaluate(*inner, values)
 
 
 def _communicates(eqn: Any) -> bool:
@@ -76,7 +71,8 @@ def _is_loop(eqn: Any) -> bool:
 
 def _is_unordered(jaxpr: Any, inner: bool = False) -> bool:
     """Whether a collective could overtake a loop, here or in an inner jaxpr."""
-    if not any(_is_loop(eqn) for eqn in jaxpr.eqns):
+    loops = (eqn for eqn in all_equations(jaxpr) if eqn.primitive.name in _LOOPS)
+    if not any(map(_communicates, loops)):
         return False
     waits, outputs = _waits(jaxpr)
     return any([*waits, outputs and not inner]) or any(

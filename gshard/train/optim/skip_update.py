@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal, Var
 
-from gshard._util.jaxpr import JIT, bind_inlined, body_of, evaluate
+from gshard._util.jaxpr import INLINE_LATE, JIT, bind, body_of, evaluate
 
 
 def keep_unless(updates: jax.Array, new: Any, old: Any) -> Any:
@@ -42,11 +42,12 @@ class SkippableUpdate:
     """
 
     def __init__(self, update: Callable[..., tuple[Any, Any]], args: Sequence[Any]):
-        def traced(updates: Any, *args: Any) -> tuple[Any, Any]:
+        def updated(updates: Any, *args: Any) -> tuple[Any, Any]:
             del updates  # an operand of the selections that are added
             return update(*args)
 
-        closed, shapes = jax.make_jaxpr(jax.jit(traced), return_shape=True)(*args)
+        jitted = jax.jit(updated, inline=INLINE_LATE)
+        closed, shapes = jax.make_jaxpr(jitted, return_shape=True)(*args)
         self.jaxpr, self.consts = closed.jaxpr, closed.consts
         self._structure = jax.tree.structure(shapes)
         self._late: dict[int, int] = {}  # by result: the input to keep, if selected at the end
@@ -59,8 +60,8 @@ class SkippableUpdate:
         self._late = {n: i for n, (i, done) in pairs if i is not None and not done}
 
     def run(self, flat: Sequence[Any]) -> list[Any]:
-        """Evaluates the equations as they were traced."""
-        return evaluate(self.jaxpr, self.consts, flat, bind_inlined)
+        """Calls the equations as they were traced."""
+        return evaluate(self.jaxpr, self.consts, flat, bind)
 
     def results(self, flat: Sequence[Any], found: Sequence[Any]) -> tuple[Any, Any]:
         """Returns updates and state of the arguments `flat`, for which `found` was computed."""

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import gshard
+from gshard._util.jaxpr import all_equations
 from gshard.sharding.group import data_group
 from gshard.train.comm.loop_order import in_loop_order
 from tests.processes import run_together
@@ -271,8 +272,12 @@ def test_without_loops_and_on_other_platforms_nothing_is_added():
     def fun(x):
         return gather(x)[:8] + gather(2 * x)[:8]
 
+    def lines(fun):
+        equations = all_equations(jax.make_jaxpr(fun)(ROWS).jaxpr)
+        return [(x.primitive, x.outvars[0].aval) for x in equations if x.primitive.name != "jit"]
+
     ordered, plain = on_each_device(fun)
-    assert str(jax.make_jaxpr(ordered)(ROWS)) == str(jax.make_jaxpr(plain)(ROWS))
+    assert lines(ordered) == lines(plain) != []
     mesh = gshard.make_mesh(devices=jax.devices()[:1])
     assert in_loop_order(fun, data_group(mesh)) is fun
 
