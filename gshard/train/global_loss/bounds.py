@@ -32,9 +32,10 @@ def bound_of(eqn: Any, bounds: Sequence[Bound]) -> Bound:
 
 def bound_of_literal(variable: Any) -> Bound:
     """Returns the absolute value of an integer that is written in the loss."""
-    if not isinstance(variable, Literal) or jnp.ndim(variable.val):
+    if not isinstance(variable, Literal):
         return None
-    return abs(int(variable.val)) if _is_integer(jnp.result_type(variable.val)) else None
+    aval: Any = variable.aval
+    return abs(int(variable.val)) if not aval.shape and _is_integer(aval.dtype) else None
 
 
 def _is_integer(dtype: Any) -> bool:

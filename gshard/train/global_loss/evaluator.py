@@ -205,8 +205,11 @@ class GlobalEvaluator:
             return [self._extreme(eqn, values, own, decision.largest)]
         if _is_quotient(eqn, values):
             return [self._quotient(eqn, values, depends)]
+        placed = list(zip(values, decision.operands, strict=True))
+        for x, place in placed:  # made here, so that their scopes are not inside that of this one
+            if x.array is None and place == REPLICATED:
+                self.convert(x, place, eqn)
         with in_scope(eqn, "loss"):
-            placed = zip(values, decision.operands, strict=True)
             arrays = [self.convert(x, place, eqn) for x, place in placed]
             if decision.run is not None:
                 with self._called_by(eqn), self._named(eqn):
@@ -226,7 +229,7 @@ class GlobalEvaluator:
 
     def _check(self, eqn: Any, aval: Any, x: Any, placement: Placement) -> None:
         wanted = self.partition.local_shape(aval.shape, placement)
-        if tuple(jnp.shape(x)) != wanted:
+        if np.shape(x) != wanted:
             raise AssertionError(
                 f"{self.place(eqn)}: the rule says {placement} of "
                 f"{aval.shape}, which is {wanted}, and the result has {jnp.shape(x)}."

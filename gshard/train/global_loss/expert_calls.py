@@ -20,7 +20,8 @@ def expert_call(eqn: Any, placements: Sequence[Placement]) -> Call | None:
     Otherwise the equation is evaluated by what it computes on one device: where no operand is
     sharded, and what `jax.vmap` or a derivative has made of a call.
     """
-    return behind_call(eqn, Call) if any(p.is_sharded for p in placements) else None
+    found = behind_call(eqn, Call)
+    return found if found is not None and any(p.is_sharded for p in placements) else None
 
 
 def decide_expert_call(given: Given, call: Call) -> Decision:

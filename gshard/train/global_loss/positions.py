@@ -14,6 +14,8 @@ from jax.extend.core import Literal
 
 from gshard.train.global_loss.bounds import Bound, bound_of, bound_of_literal
 
+_KNOWN_ALONE = ("iota", "convert_element_type")  # whatever is known of the operands
+
 
 @dataclass(frozen=True)
 class Positions:
@@ -34,6 +36,8 @@ class Positions:
 
 def positions_of(eqn: Any, known: Sequence[Positions | None]) -> Positions | None:
     """Returns what is known of the first result of an equation."""
+    if eqn.primitive.name not in _KNOWN_ALONE and not any(known):
+        return None
     found, bound = _indices(eqn, known), bound_of(eqn, [x and x.bound for x in known])
     if found is None and bound is None:
         return None

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import gshard
+from gshard._util.jaxpr import all_equations
 from tests.tiers import quick
 
 STEPS, INPUTS, HIDDEN, CLASSES = 3, 7, 26, 5
@@ -371,3 +372,12 @@ def test_micro_batches_trace_the_loss_once_and_once_for_each_pass_before_them(lo
     step = gshard.make_train_step(counted, plan, micro_batches=2)
     step(state, batch(0, 12))
     assert len(calls) == 1 + (sums + 1)  # the last pass before them finds nothing to sum
+
+
+def test_a_value_that_is_put_off_is_in_no_scope_of_what_reads_it():
+    """Equations of one layer would not be in one call, and a profile would show them elsewhere."""
+    state, plan = sharded("os", 3)
+    traced = gshard.make_train_step(masked, plan).trace(state, batch(0, 12))
+    names = {str(eqn.source_info.name_stack) for eqn in all_equations(traced.jaxpr.jaxpr)}
+    assert any("loss" in name for name in names)
+    assert not any("loss/loss" in name for name in names)
