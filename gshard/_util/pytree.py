@@ -21,7 +21,7 @@ def path_of(keys: tuple[Any, ...]) -> str:
     """A key path as `a/b/c`, without the `value` of a Linen box or an NNX Variable."""
     if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
         keys = keys[:-1]
-    return "/".join(jax.tree_util.keystr((key,), simple=True) for key in keys)
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def flatten(tree: Any) -> tuple[list[str], list[Any], Any]:

@@ -249,7 +249,7 @@ class Plan:
 
     def pin(self, tree: Any, layouts: Any) -> Any:
         """Pads logical arrays inside a jitted program and constrains them to their layouts."""
-        return map_leaves(lambda x, p: self._constrained(p.pad(x), p), tree, layouts)
+        return self._constrained(map_leaves(lambda x, p: p.pad(x), tree, layouts), layouts)
 
     def encode(self, inner: Any, before: Any = None) -> Any:
         """Encodes an optimizer state in storage shapes, and constrains codes and scales.
@@ -257,11 +257,13 @@ class Plan:
         What has not changed since the encoded state `before` keeps its codes.
         """
         new = encoded(inner, self.opt_state, before)
-        return inner if new is inner else map_leaves(self._constrained, new, self.opt_state)
+        return inner if new is inner else self._constrained(new, self.opt_state)
 
-    def _constrained(self, x: jax.Array, layout: Layout) -> jax.Array:
-        sharding = self.sharding(layout.in_memory(DEVICE))
-        return jax.lax.with_sharding_constraint(x, sharding)
+    def _constrained(self, tree: Any, layouts: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        shardings = [self.sharding(x.in_memory(DEVICE)) for x in jax.tree.leaves(layouts)]
+        # one call for all, of which each takes long
+        return structure.unflatten(jax.lax.with_sharding_constraint(leaves, shardings))
 
     def abstract_components(self) -> Components:
         """Returns every array of the state as stored, abstract, with its sharding."""

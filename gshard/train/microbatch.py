@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gshard._util.arrays import cast
 from gshard._util.errors import warn
 from gshard._util.pytree import flatten
 from gshard._util.tracebacks import named_as
@@ -130,7 +131,7 @@ class MicroBatchLoss:
             updates = counted_once(updates, self.inner_axes) if sums else updates
         if not self.is_global or self.options.micro_batches > 1:
             refuse_keys(updates, self.raw_keys)
-        grads = [g.astype(t.dtype) for g, t in zip(grads, self.targets, strict=True)]
+        grads = [cast(g, t.dtype) for g, t in zip(grads, self.targets, strict=True)]
         updates = as_sums(updates, weight) if self.adds_updates else updates
         return MicroBatchSums(grads, loss, weight, as_sums(aux, weight), updates, new)
 

@@ -156,7 +156,8 @@ def unpack(rows: jax.Array, layout: Layout, n: int) -> jax.Array:
     dim = layout.dim or 0
     part = layout.shard_shape
     shape = (part[dim] * n, *part[:dim], *part[dim + 1 :])
-    return jnp.moveaxis(rows.reshape(shape), 0, dim)
+    array = lax.reshape(rows, shape)
+    return jnp.moveaxis(array, 0, dim) if dim else array
 
 
 def split_packed(row: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard._util.arrays import wide_dtype
+from gshard._util.arrays import cast, wide_dtype
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.train.comm.buckets import BUCKET_SIZE, default_reduce_bucket
@@ -89,7 +89,7 @@ def reduce(
     factors = [x for x in (divisor, scale) if x is not None]
     factor = math.prod(factors[1:], start=factors[0]) if factors else None
     wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
-    grads = [_quotient(g.astype(d), factor) for g, d in zip(grads, wide, strict=True)]
+    grads = [_quotient(cast(g, d), factor) for g, d in zip(grads, wide, strict=True)]
     norm, finite = _norm(grads, plan)
     return (
         grads,

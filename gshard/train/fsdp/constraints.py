@@ -70,7 +70,7 @@ class Change:
         spec = _spec_of(eqn)
         if spec is not None:
             return self.moved or bool(_axes_of(spec) - self._kept)
-        return bool(self.unbound & set(_names(eqn)))
+        return bool(self.unbound) and not self.unbound.isdisjoint(_names(eqn))
 
     def of(self, eqn: Any) -> Any:
         """Returns the changed equation; None for one whose operand is its result."""
@@ -164,9 +164,10 @@ def _manual(eqn: Any) -> set[str]:
 
 def _spec_of(eqn: Any) -> Any:
     """The `PartitionSpec` of a sharding constraint, if it is one of a mesh."""
-    sharding = eqn.params.get("sharding")
-    known = eqn.primitive.name == "sharding_constraint" and isinstance(sharding, NamedSharding)
-    return sharding.spec if known else None
+    if eqn.primitive.name != "sharding_constraint":
+        return None
+    sharding = eqn.params["sharding"]
+    return sharding.spec if isinstance(sharding, NamedSharding) else None
 
 
 def _axes_of(spec: Any) -> set[str]:

@@ -163,7 +163,8 @@ class GatherBucket:
     def wait(self, after: Sequence[jax.Array]) -> None:
         """Delays the all-gather until `after` is available."""
         if after and self._kept is None and self.specs[0].stored.dim is not None:
-            self.stored, _ = jax.lax.optimization_barrier((self.stored, list(after)))
+            after = jax.lax.stop_gradient(list(after))
+            self.stored, _ = jax.lax.optimization_barrier((self.stored, after))
 
     @property
     def is_regathered(self) -> bool:
@@ -336,7 +337,7 @@ class GatherScope:
 
     def record_use(self, operands: Sequence[Any]) -> None:
         """Records the other operands of the latest use; a broadcast of a scalar has none."""
-        now = [jax.lax.stop_gradient(x) for x in operands if jnp.ndim(x) and _is_inexact(x)]
+        now = [x for x in operands if jnp.ndim(x) and _is_inexact(x)]
         self._latest = now or self._latest
 
     def forward_dependencies(self) -> Sequence[jax.Array]:

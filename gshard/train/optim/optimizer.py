@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gshard._util.arrays import cast
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import differences, flatten, map_leaves, same_leaves
 from gshard._util.tracebacks import short_traceback
@@ -155,7 +156,7 @@ def _trace_update(plan: Plan, use: Callable[..., Any], record: Any = None) -> No
 def _in_compute_dtype(new: Any, state: ShardedOptState, plan: Plan) -> tuple[Any, ShardedOptState]:
     """Casts new shards to their compute dtypes, and puts the new master copies into the state."""
     state = state._replace(master=_master_copies(new, plan))
-    return map_leaves(lambda x, layout: x.astype(layout.dtype), new, plan.params), state
+    return map_leaves(lambda x, layout: cast(x, layout.dtype), new, plan.params), state
 
 
 def _master_copies(own: Any, plan: Plan) -> dict[str, jax.Array]:
@@ -195,7 +196,7 @@ def _update_shards(
     )
     own, structure = local_shards(params, state.master, plan)
     if plan.precision is not None:  # the optimizer computes in the dtype of what it updates
-        logical = map_leaves(lambda g, x: g.astype(x.dtype), logical, own)
+        logical = map_leaves(lambda g, x: cast(g, x.dtype), logical, own)
     own = jax.tree.unflatten(structure, own)
     of_state = plan.decoded_opt_state
     results = [*reduced, *jax.tree.leaves(of_state)]
