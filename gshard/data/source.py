@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -102,7 +102,7 @@ class Source:
     def _raw(self, index: Any) -> Any:
         """Reads one example from the data, untransformed; from arrays also several."""
         if self._has_arrays:
-            return jax.tree.map(lambda x: np.asarray(x[index]), self._data)
+            return jax.tree.map(lambda x: _entries(x, index), self._data)
         return self._data[index]
 
     def _example(self, index: int, epoch: int) -> Any:
@@ -200,6 +200,25 @@ def _is_tree_of_arrays(data: Any) -> bool:
     return bool(leaves) and all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
 
 
+def _entries(x: Any, index: Any) -> np.ndarray:
+    """Reads one entry of an array, or several in the order of `index`."""
+    if isinstance(x, np.ndarray | jax.Array) or not np.ndim(index):
+        return np.asarray(x[index])
+    once, places = np.unique(index, return_inverse=True)  # h5py takes no other order
+    return np.asarray(x[once])[places]
+
+
+def _refuse_table(data: Any, where: str) -> None:
+    """Refuses what pandas makes: its `x[i]` is a column, or has the label i, wherever it is."""
+    if hasattr(data, "iloc"):
+        fix = "{name: x.to_numpy() for name, x in table.items()}"
+        fix = "x.to_numpy()" if hasattr(data, "dtype") else fix
+        raise GShardError(
+            f"{where} is {shown(data)} ({type(data).__module__}), which is indexed by labels, and "
+            f"not by the position of an example. Pass NumPy arrays, such as {fix}."
+        )
+
+
 def _length_of_arrays(data: Any, transformed: bool) -> int:
     paths, leaves, _ = flatten(data)
     for path, x in zip(paths, leaves, strict=True):
@@ -215,6 +234,7 @@ def _length_of_arrays(data: Any, transformed: bool) -> int:
                 "share their leading dimension."
             )
         if not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray):
+            _refuse_table(x, f"source{subscript(path)}")
             check_array(x, f"source{subscript(path)}", is_converted=True)
         why = why_not_numeric(x.dtype)
         if why and (not transformed or not isinstance(x, np.ndarray)):
@@ -226,11 +246,14 @@ def _length_of_arrays(data: Any, transformed: bool) -> int:
 
 def _length(data: Any) -> int:
     kind = type(data)
+    _refuse_table(data, "source")
     indexable = hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
-    if isinstance(data, (str, bytes, dict, tuple)) or not indexable:
+    if isinstance(data, (str, bytes, Mapping, tuple)) or not indexable:
         values = data.values() if isinstance(data, dict) else data
         lists = isinstance(data, (dict, tuple)) and any(isinstance(x, list) for x in values)
         hint = " The lists in it must be arrays: np.asarray." if lists else ""
+        if isinstance(data, Mapping) and not isinstance(data, dict):
+            hint = " If it holds arrays by name, pass dict(source)."
         raise GShardError(
             f"source={shown(data)} has no examples that can be read by index.{hint} Pass a tree of "
             "arrays, or an object with len(source) and source[i], such as a list of examples; for "

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import warnings
 
 import jax
@@ -75,6 +76,42 @@ class Items:
         return {"x": np.arange(3, dtype=np.float32) + 3 * i, "y": i}
 
 
+class Stored:
+    """An array in a file, as of h5py: several entries are read in their order, and each once."""
+
+    def __init__(self, array):
+        self._array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def __array__(self, dtype=None, copy=None):
+        return self._array
+
+    def __getitem__(self, index):
+        if np.ndim(index) and (np.diff(index) <= 0).any():
+            raise TypeError("Indexing elements must be in increasing order")
+        return self._array[index]
+
+
+class Column(Stored):
+    """A column of a table, as of pandas: `x[i]` is the entry with the label i."""
+
+    iloc = None
+
+    def __len__(self):
+        return len(self._array)
+
+
+class Frame:
+    """A table, as of pandas: `x[i]` is a column."""
+
+    iloc = None
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, name):
+        raise KeyError(name)
+
+
 # ---- batches ------------------------------------------------------------------------------------
 
 
@@ -118,6 +155,7 @@ def test_sources_of_every_kind_give_the_same(tmp_path):
         Items(),
         [Items()[i] for i in range(50)],
         jax.tree.map(jnp.array, data()),
+        jax.tree.map(Stored, data()),
     ):
         found = [np.asarray(batch["x"]) for batch in DataLoader(source, 16, PLAN)]
         np.testing.assert_array_equal(found, wanted)
@@ -514,6 +552,9 @@ def odd_one(i, example):
         (({"x": np.array([1, "a"] * 8, object)}, 8, PLAN), "source['x'] has dtype object"),
         (({"x": np.zeros(8, [("a", int)])}, 8, PLAN), "source['x'] has dtype [('a',"),
         (({"x": jax.random.split(jax.random.key(0), 8)}, 8, PLAN), "source['x'] contains keys"),
+        ((data() | {"y": Column(np.arange(50))}, 8, PLAN), "source['y'] is a Column"),
+        ((Frame(), 8, PLAN), "source is a Frame (tests.data.test_loader), which is indexed by la"),
+        ((types.MappingProxyType({"x": np.ones(8)}), 8, PLAN), "by name, pass dict(source)"),
         (([None] * 8, 8, PLAN), "holds no number"),
         (([{"s": "text"}] * 8, 8, PLAN), "source[0]['s'] has dtype"),
     ],
