@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import COLLECTIVES
 from gshard._util.tracebacks import short_traceback
+from gshard._util.validation import shown
 from gshard.analysis.audit_report import Audit, CollectiveRow, sum_known
 from gshard.analysis.hlo import Array, Collective, CompiledProgram, read_program
 from gshard.sharding.budget import Budget
@@ -70,6 +71,14 @@ def audit(
             f"step is {type(step).__name__!r} and has no .lower(); pass what make_train_step "
             "returns, or wrap the function in jax.jit or nnx.jit"
         )
+    for name, given, attribute, call in (
+        ("plan", plan, "mesh", "shard_train_state"),
+        ("budget", budget, "communicated", "budget"),
+    ):
+        if given is not None and not hasattr(given, attribute):
+            raise GShardError(
+                f"audit: {name}={shown(given)}. Pass the {name} that gshard.{call} returned."
+            )
     compiled = step.lower(*args).compile()
     text = compiled.as_text()
     if text is None:

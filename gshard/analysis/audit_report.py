@@ -13,6 +13,7 @@ from gshard._util.errors import GShardError
 from gshard._util.html import html_of
 from gshard._util.text import bytes_of, text_of, text_table
 from gshard.sharding.budget import Budget, Traffic, products_table
+from gshard.sharding.nodes import check_kind
 from gshard.train.global_loss.transfers import Transfer, transfers_table
 
 _NO_BUDGET = ("optimizer", "agree", "user", "loss")  # what an optimizer or a loss asks for itself
@@ -102,28 +103,32 @@ class Audit:
           scalars: whether to count losses, norms and other scalars.
 
         Raises:
-          GShardError: one of them is in a loop whose length is unknown.
+          GShardError: one of them is in a loop whose length is unknown, or there is no such kind.
         """
-        rows = (r for r in self.collectives if r.kind == kind and (scalars or not r.scalar))
+        rows = (row for row in self._of(kind) if scalars or not row.scalar)
         return sum(_known(row, row.elements) for row in rows)
 
     def wire_bytes(self, kind: str | None = None) -> int:
         """Bytes that one device sends in one run, in collectives of one kind or of all kinds.
 
         Raises:
-          GShardError: one of them is in a loop whose length is unknown.
+          GShardError: one of them is in a loop whose length is unknown, or there is no such kind.
         """
-        rows = (row for row in self.collectives if kind in (None, row.kind))
-        return sum(_known(row, row.wire_bytes) for row in rows)
+        return sum(_known(row, row.wire_bytes) for row in self._of(kind))
 
     def network_bytes(self, kind: str | None = None) -> int:
         """Bytes that one device sends to other nodes in one run: the mean over a node's devices.
 
         Raises:
-          GShardError: a collective is in a loop whose length is unknown.
+          GShardError: one of them is in a loop whose length is unknown, or there is no such kind.
         """
-        rows = (row for row in self.collectives if kind in (None, row.kind))
-        return sum(_known(row, row.network_bytes) for row in rows)
+        return sum(_known(row, row.network_bytes) for row in self._of(kind))
+
+    def _of(self, kind: str | None) -> list[CollectiveRow]:
+        """Returns the collectives of one kind, or all of them."""
+        if kind is not None:
+            check_kind(kind)
+        return [row for row in self.collectives if kind in (None, row.kind)]
 
     @property
     def exceeded(self) -> tuple[str, ...]:

@@ -11,9 +11,10 @@ from typing import Any
 
 from rich.table import Table
 
-from gshard._util.errors import some
+from gshard._util.errors import GShardError, some
 from gshard._util.text import bytes_of, text_of, text_table
 from gshard.analysis.forecast_report import LevelForecast
+from gshard.sharding.level import parse_level
 
 
 @dataclass(frozen=True)
@@ -164,8 +165,15 @@ class Explanation:
         return tuple(x for x in self.leaves if x.marked)
 
     def saves(self, level: str) -> int:
-        """Bytes that one device stores less at another level; negative if it stores more."""
-        return self.stored - self.levels[level].stored
+        """Bytes that one device stores less at another level; negative if it stores more.
+
+        Raises:
+          GShardError: the state cannot have this level.
+        """
+        name = parse_level(level).name
+        if name in self.impossible:
+            raise GShardError(f"level {name} is not possible for it: {self.impossible[name]}")
+        return self.stored - self.levels[name].stored
 
     @property
     def halved_by(self) -> str | None:

@@ -8,10 +8,12 @@ from typing import Any
 
 from rich.table import Table
 
+from gshard._util.errors import GShardError
 from gshard._util.html import html_of
 from gshard._util.text import bytes_of, count_of, text_of, text_table
 from gshard.analysis.memory.footprint import MARGIN, TracedBuffer
 from gshard.analysis.setup import Choices
+from gshard.sharding.level import parse_level
 from gshard.sharding.plan import Plan
 
 
@@ -121,8 +123,16 @@ class Forecast:
 
         The peak is an estimate, +-20 %: a level fits if 1.2 times its estimate does. None if the
         device is unknown, or if the step was not traced and fits without activations.
+
+        Raises:
+          GShardError: the level was not forecast.
         """
-        of = self.levels[level]
+        name = parse_level(level).name
+        if name not in self.levels:
+            raise GShardError(
+                f"level {name} was not forecast, only {', '.join(self.levels)}: add it to levels=."
+            )
+        of = self.levels[name]
         if self.usable is None or (of.peak is None and of.needs <= self.usable):
             return None
         return (of.needs if of.peak is None else MARGIN * of.peak) <= self.usable

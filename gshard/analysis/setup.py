@@ -307,7 +307,8 @@ def on_each(sharing: int) -> str:
 
 def check_kept_axis(expert: int, choices: Choices) -> None:
     """Checks that there is an expert axis if parameters are kept on it."""
-    on_it = [text for text, at in choices.keep.items() if EXPERT in list(at)[:1]]
+    pairs = {text: x for text, x in choices.keep.items() if isinstance(x, list | tuple)}
+    on_it = [text for text, x in pairs.items() if EXPERT in x[:1]]
     if on_it and expert == 1:
         raise GShardError(
             f"keep: {on_it[0]!r} names the axis {EXPERT!r}, and there is none with expert=1. Give "

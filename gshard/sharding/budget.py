@@ -23,7 +23,7 @@ from gshard._util.validation import check_integer, shown
 from gshard.sharding.group import Group, Hop
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import Accumulate, check_accumulate
-from gshard.sharding.nodes import Nodes, nodes_of, sent_share
+from gshard.sharding.nodes import Nodes, check_kind, nodes_of, sent_share
 from gshard.sharding.plan import Plan, UpdateProducts
 
 _UNSHARED_SHARE = 0.05  # of an optimizer's FLOP, from which a matrix is named
@@ -112,7 +112,12 @@ class Budget:
     products: UpdateProducts | None = None
 
     def elements(self, kind: str) -> int:
-        """Returns the number of elements that collectives of one kind communicate."""
+        """Returns the number of elements that collectives of one kind communicate.
+
+        Raises:
+          GShardError: there is no such kind.
+        """
+        check_kind(kind)
         return sum(m.elements for m in self.communicated if m.kind == kind)
 
     @property

@@ -21,10 +21,20 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from gshard._util.errors import GShardError
-from gshard._util.validation import check_integer
+from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.validation import check_integer, shown
 from gshard.sharding.topology import node_of
 
+KINDS = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "send",
+)
 PERMUTE = "collective-permute"
 _ONCE = ("collective-broadcast", PERMUTE, "send")  # send the payload as often as there are links
 _TO_EACH = ("all-to-all", "ragged-all-to-all")
@@ -125,6 +135,15 @@ def _links(kind: str, nodes: np.ndarray, count: int) -> np.ndarray:
 def _factor(kind: str, size: int) -> Fraction:
     """The share of the payload that goes over one link, in a group of so many devices."""
     return Fraction(1, size) if kind in _TO_EACH else sent_share(kind, size)
+
+
+def check_kind(kind: object) -> None:
+    """Refuses what is no kind of collective: nothing would be found of it."""
+    if kind not in KINDS:
+        raise GShardError(
+            f"kind={shown(kind)} is unknown.{did_you_mean(kind, KINDS)} Choose one of "
+            f"{', '.join(KINDS)}."
+        )
 
 
 def sent_share(kind: str, size: int) -> Fraction:

@@ -302,6 +302,8 @@ def test_a_level_that_a_rule_makes_impossible_is_said():
     found = gshard.explain(state)
     assert set(found.impossible) == {"p_g_os"} and "a scan iterates" in found.impossible["p_g_os"]
     assert "Level p_g_os is not possible" in str(found)
+    with pytest.raises(gshard.GShardError, match="a scan iterates"):
+        found.saves("zero3")
 
 
 def test_a_leaf_that_is_not_placed_as_planned_is_named():

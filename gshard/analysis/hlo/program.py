@@ -23,18 +23,7 @@ from gshard.analysis.hlo.parser import (
 )
 from gshard.analysis.hlo.products import is_product, product_flops
 from gshard.analysis.hlo.trip_count import Frame, trip_count
-from gshard.sharding.nodes import Nodes, sent_share
-
-KINDS = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-    "send",
-)
+from gshard.sharding.nodes import KINDS, Nodes, sent_share
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,47 @@ from __future__ import annotations
 
 import gshard
 from tests.misuses.small import BATCH, kept, linen, loss_fn, params, shard
-from tests.misuses.table import refused
+from tests.misuses.table import refused, right
+
+
+def audited():
+    state, _, step = kept()
+    return gshard.audit(step, state, BATCH)
+
 
 ROWS = {
     "a budget of a state": refused(
         lambda _: gshard.budget(kept()[0]), "budget(plan)", "a TrainState"
+    ),
+    "a mesh as the plan of an audit": refused(
+        lambda _: gshard.audit(kept()[2], kept()[0], BATCH, plan=gshard.make_mesh()),
+        *("plan=a Mesh", "shard_train_state"),
+    ),
+    "a plan as the budget of an audit": refused(
+        lambda _: gshard.audit(kept()[2], kept()[0], BATCH, budget=kept()[1]),
+        *("budget=a Plan", "gshard.budget"),
+    ),
+    "collectives of an audit by JAX's name": refused(
+        lambda _: audited().elements("all_gather"), "'all_gather'", "Did you mean 'all-gather'?"
+    ),
+    "bytes of an audit by JAX's name": refused(
+        lambda _: audited().wire_bytes("all_gather"), "Did you mean 'all-gather'?"
+    ),
+    "collectives of a budget by JAX's name": refused(
+        lambda _: gshard.budget(kept()[1]).elements("all_reduce"), "Did you mean 'all-reduce'?"
+    ),
+    "whether a level fits that was not forecast": refused(
+        lambda _: gshard.forecast(linen(), 8, levels="os").fits("zero3"),
+        "level p_g_os was not forecast, only os",
+    ),
+    "whether a level fits, by another name": right(
+        lambda _: (gshard.forecast(linen(), 8).fits("zero3") is None, True)
+    ),
+    "what a level saves, by another name": right(
+        lambda _: (gshard.explain(kept()[0]).saves("zero3"), gshard.explain(kept()[0]).saves(3))
+    ),
+    "keep= of a forecast that maps to a number": refused(
+        lambda _: gshard.forecast(linen(), 8, keep={"w": 0}), "'w' is mapped to 0"
     ),
     "an audit of a loss": refused(lambda _: gshard.audit(loss_fn), "make_train_step"),
     "an audit without arguments": refused(lambda _: gshard.audit(kept()[2]), "step(state, batch)"),
