@@ -90,6 +90,20 @@ def test_steps_count_whose_result_was_not_given(tmp_path):
         assert row["examples_per_second"] == pytest.approx(EXAMPLES / row["step_time"])
 
 
+def test_a_second_call_after_a_step_is_warned_of_once(tmp_path):
+    """`metrics.step(evaluated)`, which counts as a step."""
+    state, _, step = make()
+    with gshard.Metrics(tmp_path, every=2, writers=[], peak_flops=np.float32(1e12)) as metrics:
+        state, info = step(state, batch())
+        metrics.step(info)
+        with pytest.warns(gshard.GShardWarning, match="without a train step in between"):
+            metrics.step({"accuracy": 0.5})
+        metrics.step({"accuracy": 0.5})
+        for n in range(1, 3):
+            metrics.step({"accuracy": 0.5}, number=n)  # of a step of the user's own
+    assert [row["steps"] for row in read(tmp_path)] == [2, 2, 1]
+
+
 def test_step_time_is_wall_time_and_data_time_is_part_of_it(tmp_path):
     state, plan, step = make()
     state, _ = step(state, batch())

@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -87,7 +88,7 @@ class Metrics:
         self._tokens = None if tokens is None else check_integer("tokens", tokens, 1)
         if peak_flops is not None and not _is_positive(peak_flops):
             raise GShardError(f"peak_flops={shown(peak_flops)} must be above 0, in FLOP/s.")
-        self._peak = peak_flops
+        self._peak = None if peak_flops is None else float(peak_flops)
         if isinstance(writers, str) or not isinstance(writers, Iterable):
             raise ArgumentTypeError(
                 f"writers={shown(writers)} must be a list, such as ['terminal', 'tensorboard']."
@@ -101,6 +102,7 @@ class Metrics:
             self._writers.insert(0, SafeWriter(JsonLines(path), str(path)))
         self._window, self._due = Window(), deque[tuple[int, Window]]()
         self._count, self._is_closed, self._has_said_why = 0, False, False
+        self._has_warned = False
         self._began, self._spent = time.monotonic(), dict(activity.spent)
         self._now = self._began, self._spent  # at the last step
         self._skipped: int | None = None  # steps, at the end of the last row
@@ -144,6 +146,8 @@ class Metrics:
             return
         self._count += 1
         window, programs = self._window, self._calls.take()
+        if self._calls.calls is not None and not programs and batch is None and number is None:
+            self._warn_of_second_call()
         examples, tokens = self._sizes(batch, programs)
         window.add(info, examples, tokens, steps_of(programs))
         window.number = self._count if number is None else check_integer("number", number, 0)
@@ -154,6 +158,15 @@ class Metrics:
             self._end_window()
         while self._due and self._count >= self._due[0][0]:
             self._write(self._due.popleft()[1])
+
+    def _warn_of_second_call(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                "metrics.step was called again without a train step in between. Each call counts "
+                "as a step, so step_time is too small, and there are no examples per second. Pass "
+                "everything in one call: metrics.step({**info, **evaluated})."
+            )
 
     def close(self) -> None:
         """Writes what is left, waiting for the devices, and closes the writers.
@@ -263,4 +276,4 @@ class Metrics:
 
 
 def _is_positive(x: Any) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf
+    return isinstance(x, Real) and not isinstance(x, bool) and 0 < float(x) < math.inf
