@@ -138,7 +138,8 @@ def make_train_step(
         them itself (`optax.zero_nans`, `optax.apply_if_finite`, `optax.MultiSteps` with
         `should_skip_update_fn=`) where no scaler is given, else True.
       max_bad_steps: number of skipped non-finite steps in a row after which the step raises a
-        `NonFiniteError`, at most two steps late; None for never.
+        `NonFiniteError`, at most two steps late; None for never. Steps after which a scaler can
+        still lower its scale do not raise.
       micro_batches: number of slices in which each device processes its examples, one after the
         other (k).
       accumulate: how gradients accumulate over micro-batches: `"level"` (dp, os: local; os_g,
@@ -321,7 +322,9 @@ class TrainStep:
         leaves, metrics, guard, sums, flags = results
         self._check.trust(leaves)
         new = jax.tree.unflatten(structure, leaves)
-        self._watch.add(guard, new.opt_state.guard, flags)
+        falls = self._scaler is not None and self._scaler.use_dynamic_loss_scaling
+        scale = metrics["loss_scale"] if falls else None
+        self._watch.add(guard, new.opt_state.guard, flags, scale)
         self.numbers.add(batch, program, sums)
         self._replicas.after_call(new.params, new.step)
         self._late_checks.end_call()

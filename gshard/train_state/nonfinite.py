@@ -267,51 +267,54 @@ class Watch:
 
     def __init__(self, most: int | None, describe: Callable[..., str]):
         self._most, self._describe = most, describe
-        self._seen: deque[tuple[Guard, Any]] = deque()
+        self._seen: deque[tuple[Guard, Any, Any]] = deque()
         self._bad: Any = None  # flags of the first step of a row
         self._last: Any = None  # of the state that the last step returned
         self._row = 0  # that of the last guard that was checked
         self._number = StepNumber()
 
-    def add(self, guard: Guard, after: Guard, flags: Any) -> None:
+    def add(self, guard: Guard, after: Guard, flags: Any, scale: Any = None) -> None:
         """Records a step: its guard, not to be donated, and the copy in the new state.
 
-        The flags say which gradients are finite; `describe(flags)` names the others.
+        The flags say which gradients are finite; `describe(flags)` names the others. `scale` is
+        that of the loss if it falls after non-finite steps.
         """
         if isinstance(guard.row, core.Tracer):
             return
         self._number.end(guard.row)
         self._last = after.row
         if self._most is not None:
-            self._seen.append((guard, flags))
+            self._seen.append((guard, flags, scale))
 
     def look(self, before: Guard, step: Any) -> None:
         """Checks earlier steps, before one starts with a state of the guard and step number given.
 
         Recorded guards do not belong to a state that the last step did not return. Raises a
-        `NonFiniteError` if `most` steps in a row were not finite.
+        `NonFiniteError` if `most` steps in a row were not finite, and no lower scale is left.
         """
         is_other = before.row is not self._last
         if is_other:
             self._seen.clear()
             self._row = 0
         while self._seen and (len(self._seen) >= LATE or self._has_ended(self._seen[0][0])):
-            guard, flags = self._seen.popleft()
+            guard, flags, scale = self._seen.popleft()
             row = int(guard.row)
             if row > self._row:  # not one of weight 0
                 named = partial(self._describe, flags, everywhere=False)
                 self._number.skipped(int(guard.first), row, named)
                 self._bad = self._bad if self._row else flags
             self._row = row
-            if self._most is not None and row >= self._most:
+            if self._most is not None and row >= self._most and (scale is None or scale <= 1):
                 self._seen.clear()
                 named = self._describe(self._bad)
+                fix = "with float16 pass scaler=gshard.GradScaler()"
+                fix = fix if scale is None else f"see why a loss scale of {scale} does not help"
                 raise NonFiniteError(
                     f"{row} step{'s in a row' if row > 1 else ''} had a gradient that is not "
                     f"finite, from step {int(guard.first)} on. In the first of them it was that of "
                     f"{named}. These steps changed nothing. Look at the batches and the loss of "
                     "that step (jax_debug_nans finds the operation), lower the learning rate, or "
-                    "with float16 pass scaler=gshard.GradScaler(). max_bad_steps= sets the limit."
+                    f"{fix}. max_bad_steps= sets the limit."
                 )
         self._number.begin(step, before.skipped, is_other)
 

@@ -164,6 +164,29 @@ def test_too_many_bad_steps_end_the_run_and_lose_nothing(donate):
     assert isinstance(gshard.NonFiniteError("x"), FloatingPointError)
 
 
+def test_a_scale_that_can_still_fall_does_not_end_the_run():
+    state, plan = divided("os_g", precision="float16")
+    scaler = gshard.GradScaler(init_loss_scaling=2.0**15)
+    step = gshard.make_train_step(
+        lambda p, b: (b["x"].astype(jnp.float16) @ p["a"] * 512).mean(),
+        plan, scaler=scaler, max_bad_steps=2,
+    )  # fmt: skip
+    rows = {"x": np.full((ROWS, 7), 100, np.float32)}
+    for _ in range(12):
+        state, metrics = step(state, rows)
+    assert int(metrics["skipped_steps"]) > 2 + 2 and int(state.step) > 0
+    with pytest.raises(gshard.NonFiniteError, match="why a loss scale of 1.0 does not help") as e:
+        for _ in range(20):
+            state, metrics = step(state, {"x": rows["x"] * np.nan})
+    assert "GradScaler()" not in str(e.value) and float(metrics["loss_scale"]) == 1
+    fixed = gshard.GradScaler(init_loss_scaling=2.0**15, use_dynamic_loss_scaling=False)
+    step = gshard.make_train_step(lambda p, b: b["x"].mean() * p["a"].mean(), plan,
+                                  scaler=fixed, max_bad_steps=2)  # fmt: skip
+    with pytest.raises(gshard.NonFiniteError, match="in a row"):
+        for _ in range(6):
+            state, _ = step(state, {"x": rows["x"] * np.nan})
+
+
 def test_bad_steps_between_good_ones_do_not_end_the_run():
     state, plan = divided("os")
     step = gshard.make_train_step(loss_fn, plan, mutable="seen", max_bad_steps=2)
