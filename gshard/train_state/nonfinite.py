@@ -47,6 +47,7 @@ class ScalerState(NamedTuple):
     bad: Any = np.int32(0)
 
 
+_TINY, _LARGEST = (float(getattr(np.finfo(np.float32), name)) for name in ("tiny", "max"))
 _INSTEAD = {  # of PyTorch's arguments
     "enabled": "It is enable= here.",
     "init_scale": "It is init_loss_scaling= here.",
@@ -114,7 +115,7 @@ class GradScaler:
 
     def __post_init__(self) -> None:
         for name, fits, meaning in (
-            ("init_loss_scaling", lambda x: 0 < x < np.inf, "a positive number"),
+            ("init_loss_scaling", lambda x: _TINY <= x <= _LARGEST, "a positive number of float32"),
             ("incr_ratio", lambda x: 1 < x < np.inf, "a number above 1"),
             ("decr_ratio", lambda x: 0 < x < 1, "a number between 0 and 1"),
         ):

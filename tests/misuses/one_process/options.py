@@ -184,6 +184,12 @@ ROWS = {
     "init_loss_scaling=0": refused(
         lambda _: gshard.GradScaler(init_loss_scaling=0), "init_loss_scaling=0"
     ),
+    "init_loss_scaling= beyond float32": refused(
+        lambda _: gshard.GradScaler(init_loss_scaling=1e39), "init_loss_scaling=1e+39", "float32"
+    ),
+    "init_loss_scaling= that float32 takes for 0": refused(
+        lambda _: gshard.GradScaler(init_loss_scaling=1e-50), "init_loss_scaling=1e-50"
+    ),
     "init_loss_scaling=nan": refused(
         lambda _: gshard.GradScaler(init_loss_scaling=float("nan")), "init_loss_scaling=nan"
     ),
