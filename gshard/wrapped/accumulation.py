@@ -26,6 +26,7 @@ from gshard.data.batch import shard_batch
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_donated
 from gshard.train.gradients import LocalGradients
+from gshard.train.padding_mask import MaskCheck
 from gshard.train.same_program import ProgramCheck
 from gshard.wrapped import compiled_fns
 from gshard.wrapped.compiled_fns import (
@@ -335,14 +336,15 @@ class Accumulation:
                     "Combine them into one function, and put what differs into the batch."
                 )
         check = ProgramCheck(self.plan, f"backward of the loss {place_of(loss_fn)}")
-        outside = OutsideValues(own_loss(loss_fn), f"backward: the loss {place_of(loss_fn)}")
+        name = f"backward: the loss {place_of(own_loss(loss_fn))}"
+        outside, mask = OutsideValues(own_loss(loss_fn), name), MaskCheck(name, prefix="0/0")
         run, donated = partial(self._phases.backward, loss_fn), ()
         if local:
             run, donated = partial(self._phases.local, loss_fn), (1, 2)
         elif self.updating is not None:
             run = partial(self._phases.backward_and_update, loss_fn, self.updating.updated)
             donated = (3,)
-        made = OnModel(run, wrt, donated, check, outside)
+        made = OnModel(run, wrt, donated, check, outside, mask)
         return self._of_loss.setdefault((loss_fn, local), made)
 
 

@@ -27,6 +27,7 @@ from gshard.train.non_trainable import non_trainable_layouts
 from gshard.train.optim.offload import to_device
 from gshard.train.optim.skip_update import keep_unless
 from gshard.train.options import StepOptions
+from gshard.train.padding_mask import MaskCheck
 from gshard.train.same_program import ProgramCheck
 from gshard.train.value_and_grad import mean_non_trainable, reduce_gradients, value_and_grad
 
@@ -231,6 +232,7 @@ class OnModel:
       donated: which of `args` are donated.
       check: compares the program with those of other processes before it runs.
       outside: warns of what the user's function reads from outside, where that has changed.
+      mask: warns of a batch, the first of `args`, of which examples are used without their mask.
     """
 
     def __init__(
@@ -240,9 +242,10 @@ class OnModel:
         donated: tuple[int, ...] = (),
         check: ProgramCheck | None = None,
         outside: OutsideValues | None = None,
+        mask: MaskCheck | None = None,
     ):
         self.wrt: Any = wrt
-        self._fun, self._check, self._outside = fun, check, outside
+        self._fun, self._check, self._outside, self._mask = fun, check, outside, mask
         numbers = tuple(3 + i for i in donated)
         self._jitted: Any = jax.jit(self._run, static_argnums=0, donate_argnums=numbers)
 
@@ -252,6 +255,9 @@ class OnModel:
         given = static, params, rest, *args
         if self._outside is not None:
             self._outside.look(args)
+        if self._mask is not None:
+            first = len(jax.tree.leaves((params, rest)))
+            self._mask(args[0], lambda: self._jitted.trace(*given), first)
         if self._check is None:
             out, changed = self._jitted(*given)
         else:

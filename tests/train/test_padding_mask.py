@@ -117,3 +117,35 @@ def test_a_model_of_nnx_and_a_mask_of_the_users():
         evaluate(model, next(iter(gshard.DataLoader(own, 8, plan))))
         full = {k: x[:56] for k, x in DATA.items()}  # nothing to fill
         evaluate(model, next(iter(gshard.DataLoader(full, 8, plan, pad_last=True))))
+
+
+def test_backward_of_a_wrapped_model_without_the_mask_is_warned_of():
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
+    model, optimizer, scaler = gshard.paddle.group_sharded_parallel(
+        model, optimizer, "p_g_os", scaler=gshard.GradScaler(init_loss_scaling=8.0), segment_size=4
+    )
+
+    def each(m, b):
+        return (m(b["x"])[:, 0] - b["y"]) ** 2
+
+    def unmasked(m, b):
+        return each(m, b).mean()
+
+    def masked(m, b):
+        return gshard.Weighted((each(m, b) * b["mask"]).sum(), b["mask"].sum())
+
+    batches = list(loader(model.plan))
+    for loss in (unmasked, scaler.scale(unmasked)):
+        with pytest.warns(gshard.GShardWarning, match="backward: the loss .*unmasked") as said:
+            for batch in batches:
+                model.backward(loss, batch)
+                optimizer.clear_grad()
+        assert len(said) == 1 and "computes its result from the batch" in str(said[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = model.backward(masked, batches[-1])
+    count = LENGTH - 56
+    plain = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    wanted = each(plain, {name: x[-count:] for name, x in DATA.items()}).mean()
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
