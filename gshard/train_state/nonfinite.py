@@ -177,7 +177,7 @@ class GradScaler:
         """Restores a scaler and its state from what `state_dict` returned.
 
         Raises:
-          GShardError: keys are missing or unknown.
+          GShardError: keys are missing or unknown, or a value is out of range.
         """
         if not isinstance(saved, Mapping):
             raise GShardError(
@@ -191,7 +191,8 @@ class GradScaler:
                 f"the state of a GradScaler has the keys {sorted(known)}; got {sorted(saved)}."
             )
         scale = settings.pop("scale")
-        counts = [jnp.int32(settings.pop(name)) for name in ("incr_count", "decr_count")]
+        names, most = ("incr_count", "decr_count"), np.iinfo(np.int32).max
+        counts = [jnp.int32(check_integer(x, settings.pop(x), 0, most=most)) for x in names]
         return cls(init_loss_scaling=scale, **settings), ScalerState(jnp.float32(scale), *counts)
 
 

@@ -190,6 +190,12 @@ ROWS = {
     "init_loss_scaling= that float32 takes for 0": refused(
         lambda _: gshard.GradScaler(init_loss_scaling=1e-50), "init_loss_scaling=1e-50"
     ),
+    "a count of a scaler's state that is a text": refused(
+        lambda _: gshard.GradScaler.from_state_dict(
+            gshard.GradScaler().state_dict(gshard.ScalerState()) | {"incr_count": "3"}
+        ),
+        *("incr_count='3'", "0 or more"),
+    ),
     "init_loss_scaling=nan": refused(
         lambda _: gshard.GradScaler(init_loss_scaling=float("nan")), "init_loss_scaling=nan"
     ),
