@@ -19,6 +19,25 @@ from gshard.sharding.topology import SHARD
 from gshard.wrapped.wrapped_model import Wrapped, free_dropped
 
 
+class _Held:
+    """A Linen module as one object, since those with a list (`nn.Sequential`) have no hash."""
+
+    def __init__(self, module: nn.Module):
+        self.module: nn.Module = module
+
+
+class _Linen(nnx.bridge.ToNNX):
+    """A Linen module as a module of NNX, which can be an argument of compiled functions."""
+
+    @property
+    def to_nnx__module(self) -> nn.Module:
+        return self.to_nnx__held.module
+
+    @to_nnx__module.setter
+    def to_nnx__module(self, module: nn.Module) -> None:
+        self.to_nnx__held: _Held = _Held(module)
+
+
 def as_module(model: Any, call: str, kind: type[Wrapped]) -> nnx.Module:
     """Returns the given NNX module, or one that applies a Linen module to its variables.
 
@@ -48,7 +67,13 @@ def as_module(model: Any, call: str, kind: type[Wrapped]) -> nnx.Module:
     if isinstance(model, (tuple, list)) and len(model) == 2:
         module, variables = model
         if isinstance(module, nn.Module) and isinstance(variables, Mapping):
-            made = nnx.bridge.ToNNX(module)
+            if "params" not in variables:
+                raise GShardError(
+                    f"{call}: the variables of a Linen module have no 'params', only "
+                    f"{some(map(shown, variables))}. Pass all that module.init returned, or "
+                    '{"params": params}.'
+                )
+            made = _Linen(module)
             for name, value in bridged.linen_vars_to_nnx_attrs(variables).items():
                 setattr(made, name, nnx.data(value))
             return made

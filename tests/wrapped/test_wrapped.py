@@ -1,0 +1,91 @@
+"""What a user may do to wrapped models and optimizers between two calls, or during one."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import gshard
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
+ZRO = gshard.pytorch.ZeroRedundancyOptimizer
+
+
+class Net(nnx.Module):
+    """A kernel that three devices pad, and statistics."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(7, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.first(x))
+
+
+def loss_fn(model, x):
+    return (model(x) ** 2).mean()
+
+
+def linear(seed=0):
+    return nnx.Linear(7, 4, rngs=nnx.Rngs(seed))
+
+
+def rows(seed=0, n=6):
+    return np.random.default_rng(seed).normal(size=(n, 7)).astype("f4")
+
+
+def three():
+    return gshard.distributed.new_group([0, 1, 2])
+
+
+def wrap(model, tx, level="os", **options):
+    call = gshard.paddle.group_sharded_parallel
+    small = {"segment_size": 0} if level == "p_g_os" else {}
+    return call(model, tx, level, group=three(), **small, **options)
+
+
+def ddp():
+    return gshard.pytorch.DistributedDataParallel(Net(), process_group=three())
+
+
+class Widths(nn.Module):
+    widths: list
+
+    @nn.compact
+    def __call__(self, x):
+        for width in self.widths:
+            x = nn.Dense(width)(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Sequential([nn.Dense(5), nn.tanh, nn.Dense(4)]), Widths([5, 4])], ids=type
+)
+def test_a_linen_module_may_have_lists(module):
+    variables = module.init(jax.random.key(0), rows())
+    model, optimizer, _ = wrap((module, variables), optax.sgd(0.1), "p_g_os")
+    model.backward(loss_fn, rows())
+    optimizer.step()
+    assert model.backward._of_loss[loss_fn, False]._jitted._cache_size() == 1
+    model.clear_gradients()
+    model.backward(loss_fn, rows())
+    assert model.backward._of_loss[loss_fn, False]._jitted._cache_size() == 1
+
+    def loss(variables):
+        return (module.apply(variables, rows()) ** 2).mean()
+
+    wanted = jax.tree.map(lambda x, g: x - 0.1 * g, variables, jax.grad(loss)(variables))
+    found = model.state_dict()
+    for path, x in jax.tree_util.tree_leaves_with_path(wanted["params"]):
+        name = ".".join(key.key for key in path)
+        np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-6)
+    with pytest.raises(gshard.GShardError, match='Pass all that .* or {"params": params}'):
+        wrap((module, variables["params"]), optax.sgd(0.1))
