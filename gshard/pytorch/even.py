@@ -16,11 +16,11 @@ import optax
 from jax.sharding import Mesh
 
 from gshard._util.arrays import is_key
-from gshard._util.errors import CallOrderError
+from gshard._util.errors import CallOrderError, DonatedStateError
 from gshard._util.pytree import flatten
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.parameters import Labels, Parameters
-from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_shards, with_zeros
+from gshard.pytorch.state_dict import keep_of, parameter_of, placed, refuse_other_shards, with_zeros
 from gshard.sharding.host_arrays import full_on_host
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.gradients import LocalGradients
@@ -90,6 +90,11 @@ class Even:
 
     def arguments(self) -> tuple[Any, Any]:
         """Returns the state, which an update donates, and the traced hyperparameters."""
+        if any(x.is_deleted() for x in jax.tree.leaves(self.state)):
+            raise DonatedStateError(
+                "step: an earlier call, which was interrupted or failed, has used up the state of "
+                "the optimizer. Make the optimizer again, and load a state dict that you have kept."
+            )
         return self.state, [group.traced() for group in self._groups]
 
     def updated(self, params: Any, grads: Any, state: Any, values: Any) -> tuple[Any, Any]:
@@ -174,14 +179,22 @@ class Even:
         self.state = self.state._replace(inner=inner)
 
     def _inputs(self, grads: Any, skipped: tuple[int, ...]) -> tuple[Any, ...]:
-        """Returns the arguments of `_run`, with gradients on the mesh of the plan."""
+        """Returns the arguments of `_run`, with parameters and gradients on the plan's mesh."""
+
+        def on_mesh(x: Any, sharding: Any, what: str) -> Any:
+            mesh = getattr(getattr(x, "sharding", None), "mesh", None)
+            return x if mesh == self.plan.mesh else placed(x, sharding, what)
+
         if not isinstance(grads, LocalGradients):
-            mesh, full = self.plan.mesh, self.plan.sharding()
-            meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in grads]
-            pairs = zip(grads, meshes, strict=True)
-            grads = [x if its == mesh else jax.device_put(x, full) for x, its in pairs]
+            grads = [on_mesh(x, self.plan.sharding(), "the gradients") for x in grads]
+        params, structure = jax.tree.flatten(self.target.values())
+        layouts = jax.tree.leaves(self.plan.params)
+        params = [
+            on_mesh(x, self.plan.sharding(layout), "the parameters")
+            for x, layout in zip(params, layouts, strict=True)
+        ]
         state, values = self.arguments()
-        return skipped, self.target.values(), state, grads, values
+        return skipped, structure.unflatten(params), state, grads, values
 
     def _run(
         self, skipped: tuple[int, ...], params: Any, state: ShardedOptState, grads: Any, values: Any

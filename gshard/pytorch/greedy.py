@@ -20,7 +20,7 @@ from gshard.pytorch.coupling import refuse_coupled
 from gshard.pytorch.from_owners import FromOwners
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.parameters import Parameters
-from gshard.pytorch.state_dict import keep_of, parameter_of, refuse_other_shards, with_zeros
+from gshard.pytorch.state_dict import keep_of, parameter_of, placed, refuse_other_shards, with_zeros
 from gshard.sharding.group import data_group
 from gshard.train.gradients import LocalGradients
 from gshard.train.options import StepOptions
@@ -107,11 +107,11 @@ class Greedy:
 
     def step(self, grads: Any, skipped: tuple[int, ...]) -> None:
         full = self.plan.sharding()
-        params = jax.device_put(jax.tree.leaves(self.target.values()), full)
+        params = placed(jax.tree.leaves(self.target.values()), full, "the parameters")
         if isinstance(grads, LocalGradients):
             grads = self._reduce(grads)
         else:
-            grads = jax.device_put(with_zeros(grads, skipped, params), full)
+            grads = placed(with_zeros(grads, skipped, params), full, "the gradients")
         old, given = list(map(by_device, params)), list(map(by_device, grads))
         new, rows, state = {}, {}, {}
         values = [group.traced() for group in self._groups]

@@ -204,4 +204,11 @@ def _shapes(batch: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _concatenated(*arrays: Any) -> Any:
-    return np.concatenate(arrays) if np.ndim(arrays[0]) else arrays[0]
+    if np.ndim(arrays[0]):
+        return np.concatenate(arrays)
+    if any(x is not arrays[0] and x != arrays[0] for x in arrays):
+        raise GShardError(
+            f"join: a scalar of the batches differs between the inputs: {some(map(str, arrays))}. "
+            "Give each device an array with one entry per example."
+        )
+    return arrays[0]

@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gshard._util.arrays import is_key
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import belongs_to, flatten
 from gshard._util.validation import shown
-from gshard.wrapped.state_dict import misfit
+from gshard.distributed.agree import spans_processes
+from gshard.sharding.plan import Plan
+from gshard.wrapped.state_dict import misfit, refuse_different
 
 
 def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:
@@ -48,6 +51,32 @@ def matched(states: Any, wanted: Sequence[Any]) -> list[Any]:
             )
         raise GShardError(f"load_state_dict: {what}.{hint} Nothing was changed.")
     return found
+
+
+def compare(states: Sequence[Any], wanted: Sequence[Any], plan: Plan) -> None:
+    """Refuses full states that differ between the processes: each takes its shards from its own."""
+    if not spans_processes(plan):
+        return
+    leaves = [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(states)]
+    likes = zip(flatten(wanted)[0], jax.tree.leaves(wanted), leaves, strict=True)
+    mesh: Any = plan.mesh
+    refuse_different(
+        ((path, np.asarray(x, None if is_key(like) else like.dtype)) for path, like, x in likes),
+        mesh,
+    )
+
+
+def placed(arrays: Any, shardings: Any, what: str) -> Any:
+    """Places arrays on the devices of an optimizer; with several processes they must be equal."""
+    try:
+        return jax.device_put(arrays, shardings)
+    except AssertionError as error:  # of JAX, which compares the values of the processes
+        raise GShardError(
+            f"step: {what} differ between the processes, and each updates its own shards. Give "
+            "the same on all of them: gradients that are averaged over the processes, as "
+            "gshard.value_and_grad(loss_fn, opt.plan) and the backward of a "
+            "DistributedDataParallel do."
+        ) from error
 
 
 def _wrong(value: Any, like: Any) -> str:

@@ -27,7 +27,7 @@ from gshard.pytorch.greedy import Greedy
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.param_state import ParamStates
 from gshard.pytorch.parameters import Parameters, options_of, parameters
-from gshard.pytorch.state_dict import entries, matched
+from gshard.pytorch.state_dict import compare, entries, matched
 from gshard.pytorch.step import OptimizerStep
 from gshard.sharding.plan import Plan
 from gshard.wrapped.arguments import mesh_of
@@ -223,8 +223,8 @@ class ZeroRedundancyOptimizer:
             read it; or the state of a plain optimizer, of several groups a list of them.
 
         Raises:
-          GShardError: names the entries that are missing, unknown or of another shape; nothing is
-            changed.
+          GShardError: names the entries that are missing, unknown, of another shape, or different
+            on another process; nothing is changed.
         """
         given: Any = state_dict if isinstance(state_dict, Mapping) else {}
         ours = bool(given) and {*given} <= {"state", "shards", "param_groups"}
@@ -240,7 +240,9 @@ class ZeroRedundancyOptimizer:
         else:
             wanted = [group.state for group in self.param_groups]
             plain = [state_dict] if len(wanted) == 1 else state_dict
-            self._engine.load(matched(given.get("state", {}) if ours else plain, wanted))
+            states = matched(given.get("state", {}) if ours else plain, wanted)
+            compare(states, wanted, self.plan)
+            self._engine.load(states)
         for group, values in zip(self.param_groups, saved, strict=bool(saved)):
             group.restore(values)
 

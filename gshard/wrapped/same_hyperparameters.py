@@ -43,20 +43,27 @@ class SameHyperparameters:
             self.compare(plan)
 
     def compare(self, plan: Plan) -> None:
-        """Compares now, on all processes; nothing if no call was counted since the last time.
+        """Compares now, on all processes, also how many calls each has made.
 
         Raises:
           GShardError: the processes differ, on all of them.
         """
-        if self._calls == self._compared:
+        if not spans_processes(plan):
             return
         since, self._compared = self._compared + 1, self._calls
-        facts = {"now": list(self._lines), "before": [self._before.hexdigest()]}
+        facts = {
+            "calls": [str(self._calls)],
+            "now": list(self._lines),
+            "before": [self._before.hexdigest()],
+        }
         self._before = hashlib.blake2b(digest_size=8)
         mesh: Any = plan.mesh
         if not (differing := find_differences("hyperparameters", facts, mesh)):
             return
-        if "now" in differing:
+        if "calls" in differing:
+            given = by_value(first_difference(facts["calls"], mesh))
+            what = f"have made different numbers of calls: {given}"
+        elif "now" in differing:
             given = by_value(first_difference(facts["now"], mesh))
             what = f"have different hyperparameters: {given}"
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,8 @@ def misfit(value: Any, shape: tuple[int, ...], dtype: Any) -> str:
         return "is not an array of numbers"
     if np.iscomplexobj(value) and not jnp.issubdtype(dtype, np.complexfloating):
         return "is complex"
+    if jnp.issubdtype(dtype, np.integer) and np.any(np.asarray(value, np.float64) % 1):
+        return f"has fractions, and {dtype} is wanted"
     return "" if value.shape == shape else f"has shape {value.shape}, and {shape} is wanted"
 
 
@@ -228,13 +230,15 @@ def _compare(values: Mapping[str, Any], stored: NamedArrays) -> None:
     meshes = [x for x in named if isinstance(x, Mesh)]
     if not meshes or not meshes[0].is_multi_process or jax.process_count() == 1:
         return
-    lines = []
-    for name, x in values.items():
-        old = stored[name][0]
-        host = np.asarray(x).astype(np.uint32 if is_key(old) else old.dtype)
-        lines.append(f"{name} (checksum {checksum(host)})")
-    if find_differences("values", {"values": lines}, meshes[0]):
-        given = by_value(first_difference(lines, meshes[0]))
+    dtypes = {name: np.uint32 if is_key(x) else x.dtype for name, (x, _) in stored.items()}
+    refuse_different(((name, np.asarray(x, dtypes[name])) for name, x in values.items()), meshes[0])
+
+
+def refuse_different(values: Iterable[tuple[str, np.ndarray]], mesh: Mesh) -> None:
+    """Raises a `GShardError` on all processes of a mesh if these values of theirs differ."""
+    lines = [f"{name} (checksum {checksum(x)})" for name, x in values]
+    if find_differences("values", {"values": lines}, mesh):
+        given = by_value(first_difference(lines, mesh))
         raise GShardError(
             f"the processes set different values: {given}. Nothing was changed. Load the same file "
             "on every process, or send the values of process 0 to the others with "
@@ -257,7 +261,10 @@ def put_values(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> N
             places = at[id(old)]
             ends = [(_common_end(place[0], name), -len(place[0])) for place in places]
             _, path, variable, i = places.pop(ends.index(max(ends)))
-            new = _like(old, layout, np.asarray(values[name]))
+            # A wrapped model's arrays may be elsewhere by now: they are put back.
+            is_wrapped = hasattr(target, "_gshard_named")
+            at_rest = target.plan.sharding(layout) if is_wrapped else old.sharding
+            new = _like(old, layout, np.asarray(values[name]), at_rest)
             if isinstance(variable, nnx.Variable):
                 leaves, structure = jax.tree.flatten(variable.get_raw_value())
                 leaves[i] = new
@@ -271,14 +278,12 @@ def _common_end(path: str, name: str) -> int:
     return len(commonprefix([path[::-1], name[::-1]]))
 
 
-def _like(old: Any, layout: Layout, value: np.ndarray) -> jax.Array:
+def _like(old: Any, layout: Layout, value: np.ndarray, sharding: Any) -> jax.Array:
     if is_key(old):
         data = jax.device_put(value.astype(np.uint32), jax.random.key_data(old).sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
     host = layout.pad(value.astype(old.dtype))
-    return jax.make_array_from_callback(
-        old.shape, old.sharding, lambda index: np.array(host[index])
-    )
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
 
 
 # Other entries of the user's directory are left alone.

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
@@ -139,6 +140,11 @@ class WrappedOptimizer(Keeping):
         if not fits or not 0 <= float(number) < math.inf:
             raise GShardError(f"set_lr({shown(value)}): a learning rate must be a number >= 0.")
         old = self._gshard_hyperparams("set_lr")[LEARNING_RATE]
+        if float(number) % 1 and jnp.issubdtype(old.dtype, jnp.integer):
+            raise GShardError(
+                f"set_lr({shown(value)}): the optimizer keeps its learning rate as {old.dtype}, "
+                "since it was built with an integer. Build it with a float, such as 1.0."
+            )
         keep = kept(self)
         keep.rates.add(keep.plan, [f"{LEARNING_RATE}={float(number)}"])
         stored = {name: x for name, x in self._gshard_named().items() if x[0] is old}

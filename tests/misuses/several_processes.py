@@ -226,6 +226,47 @@ def rate_before_saving(rank: int) -> Any:
     opt.state_dict()
 
 
+def zero(act: Callable[[Any, Any], Any]) -> Callable[[int], Any]:
+    """Gives another tree like the parameters on each process to a ZeroRedundancyOptimizer."""
+
+    def misuse(rank: int) -> Any:
+        import jax
+        import optax
+
+        import gshard.pytorch
+        from tests.misuses import small
+
+        opt = gshard.pytorch.ZeroRedundancyOptimizer(small.params(), optax.adam, lr=0.1)
+        act(opt, jax.tree.map(lambda x: np.full_like(x, rank), small.params()))
+
+    return misuse
+
+
+def zero_loads(opt: Any, moments: Any) -> None:
+    state = opt.state_dict()
+    adam, *rest = state["state"][0]
+    opt.load_state_dict({**state, "state": [(adam._replace(mu=moments), *rest)]})
+
+
+def wrapped(rank: int, act: Callable[[int, Any, Any, Any], Any]) -> Any:
+    """Does something with a wrapped model, its optimizer and its scaler."""
+    import optax
+    from flax import nnx
+
+    import gshard.paddle
+
+    net = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+    tx = optax.inject_hyperparams(optax.sgd)(0.1)
+    scaler = gshard.paddle.GradScaler(init_loss_scaling=8.0)
+    return act(rank, *gshard.paddle.group_sharded_parallel(net, tx, "os", scaler=scaler))
+
+
+def sets_more_rates(rank: int, _: Any, optimizer: Any, __: Any) -> None:
+    for _ in range(2 + rank):
+        optimizer.set_lr(0.2)
+    optimizer.state_dict()
+
+
 def reseeded(seed: Callable[[int], int]) -> Callable[[int], Any]:
     """New random keys are given to a sharded model."""
 
@@ -495,6 +536,15 @@ ROWS: dict[str, Row] = {
     ),
     "ZeroRedundancyOptimizer: another learning rate before a save": refused(
         rate_before_saving, "call 3", "learning_rate=0.2 in group 0 on process"
+    ),
+    "ZeroRedundancyOptimizer: the gradients of each process": refused(
+        zero(lambda opt, own: opt.step(own)), "step: the gradients differ between the processes"
+    ),
+    "ZeroRedundancyOptimizer: another state in load_state_dict": refused(
+        zero(zero_loads), "the processes set different values: 0/0/mu", "process 1", "broadcast"
+    ),
+    "one process calls set_lr once more": refused(
+        lambda r: wrapped(r, sets_more_rates), "different numbers of calls: 2 on process 0, 3 on"
     ),
     "nnx.reseed with the same seed": right(reseeded(lambda rank: 7)),
     "nnx.reseed with the seed of each process": refused(

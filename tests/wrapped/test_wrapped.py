@@ -56,6 +56,35 @@ def ddp():
     return gshard.pytorch.DistributedDataParallel(Net(), process_group=three())
 
 
+def test_a_learning_rate_that_is_kept_as_an_integer():
+    """optax keeps the type of learning_rate=1; 0.5 would become 0."""
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=1)
+    _, optimizer, _ = wrap(linear(), tx)
+    with pytest.raises(gshard.GShardError, match=r"as int32, .* Build it with a float"):
+        optimizer.set_lr(0.5)
+    optimizer.set_lr(2)
+    assert optimizer.get_lr() == 2
+    saved = optimizer.state_dict()
+    (name,) = (name for name in saved if name.endswith("learning_rate"))
+    with pytest.raises(gshard.GShardError, match="learning_rate has fractions, and int32"):
+        optimizer.set_state_dict({**saved, name: np.float32(0.5)})
+    optimizer.set_state_dict({**saved, name: np.float32(3)})
+    assert optimizer.get_lr() == 3
+
+
+def moved_to_one_device(model):
+    model.first.kernel.set_raw_value(jax.device_put(np.ones((7, 4), "f4"), jax.devices()[0]))
+
+
+@pytest.mark.parametrize("partition", ["even", "greedy"])
+def test_parameters_that_the_user_sets_may_be_on_one_device(partition):
+    model = Net()
+    optimizer = ZRO(model, optax.sgd, three(), partition=partition, lr=1.0)
+    moved_to_one_device(model)
+    optimizer.step(jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    assert not np.any(model.first.kernel[...])
+
+
 class Widths(nn.Module):
     widths: list
 
@@ -89,3 +118,16 @@ def test_a_linen_module_may_have_lists(module):
         np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-6)
     with pytest.raises(gshard.GShardError, match='Pass all that .* or {"params": params}'):
         wrap((module, variables["params"]), optax.sgd(0.1))
+
+
+def test_a_scalar_that_differs_between_the_inputs_of_join_is_refused():
+    model = ddp()
+    inputs = [[{"x": rows(i), "t": float(t)} for t in range(2)] for i in range(3)]
+    with gshard.pytorch.Join([model]) as join:
+        assert [batch["t"] for batch in join(inputs[0], inputs[1][:1], inputs[2])] == [0, 1]
+    own = [[{"x": rows(i), "t": float(i)}] for i in range(3)]
+    with (
+        gshard.pytorch.Join([model]) as join,
+        pytest.raises(gshard.GShardError, match=r"a scalar .* differs .*: 0.0, 1.0, 2.0"),
+    ):
+        list(itertools.chain(join(*own)))
