@@ -10,9 +10,12 @@ import jax.numpy as jnp
 
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
+from gshard.distributed.agree import spans_processes
+from gshard.sharding.plan import Plan
 from gshard.train_state.nonfinite import GradScaler, ScalerState
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.loss_fns import Scaled
+from gshard.wrapped.same_hyperparameters import SameHyperparameters
 from gshard.wrapped.wrapped_model import kept
 from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 
@@ -25,6 +28,7 @@ class Scaler:
         self._state = jax.tree.map(jnp.asarray, ScalerState())
         self._found: list[jax.Array] = []  # since the last update, of every optimizer: finite
         self._stepped: list[Accumulation] = []
+        self._is_compared = False  # with the settings and the state of the other processes
 
     def scale(self, loss_fn: Any) -> Any:
         """Multiplies a loss function, for `model.backward`, or a number by the scale."""
@@ -36,6 +40,18 @@ class Scaler:
     def loss_scaling(self) -> jax.Array:
         """Returns the scale of the next step, a float32 scalar."""
         return self.settings.scale(self._state)
+
+    def compare(self, plan: Plan) -> None:
+        """Compares settings and state over the processes, once after the user has set them.
+
+        Raises:
+          GShardError: they differ, on all processes.
+        """
+        if not self._is_compared and spans_processes(plan):
+            lines = [f"{name}={value}" for name, value in self.state_dict().items()]
+            fix = "Make it with the same settings, or load the same state, on all processes."
+            SameHyperparameters("GradScaler", fix).add(plan, lines)
+        self._is_compared = True
 
     def unscale_(self, optimizer: Any) -> None:
         """Divides the gradients by the scale, once before a step, to examine or clip them."""
@@ -50,7 +66,7 @@ class Scaler:
                 "unscale_: the gradients are not multiplied by this scaler's scale. Call "
                 "model.backward(scaler.scale(loss_fn), batch)."
             )
-        self._found.append(keep.unscale(self.loss_scaling))
+        self._found.append(keep.unscale())
 
     def step(self, optimizer: Any) -> None:
         """Steps the optimizer, unless a gradient is not finite on any device."""
@@ -103,6 +119,7 @@ class Scaler:
                 "enabled, but this one is enabled."
             )
         self.settings, self._state = GradScaler.from_state_dict(state_dict)
+        self._is_compared = False
 
     set_state_dict = load_state_dict
 

@@ -20,6 +20,7 @@ from jax import core
 
 from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError, place_of, some, warn
+from gshard._util.in_flight import limit_in_flight
 from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import shown
 from gshard.data.batch import shard_batch
@@ -71,6 +72,8 @@ class Accumulation:
       grads: the reduced gradients, an `nnx.State` like the trained parameters: the sum over the
         calls of `backward` since they were cleared; or None.
       scaler: the scaler by whose scale the gradients are multiplied; or None.
+      scale: that scale, of all gradients since they were cleared, also if the scaler has another by
+        now, as after the step of another model; or None.
       forward: the compiled function that computes the output of the model or of a copy.
       joined: for each device of this process 1 if it has data left, else 0, and whether the mean
         is over all devices anyway; or None.
@@ -94,6 +97,7 @@ class Accumulation:
         self.optimizer: Any = None
         self.grads: nnx.State[Any, Any] | None = None
         self.scaler: Any = None
+        self.scale: Any = None
         self.finite: jax.Array | None = None
         self.stepped_by: Any = None
         self.joined: tuple[np.ndarray, bool] | None = None
@@ -118,7 +122,8 @@ class Accumulation:
         self.plan: Plan = plan
         self._phases = Phases(plan, self._sizes, self._options)
         self._of_loss: dict[Any, OnModel] = {}
-        self.forward: OnModel = OnModel(self._phases.forward, wrt)
+        check = ProgramCheck(plan, "model(...)")
+        self.forward: OnModel = OnModel(self._phases.forward, wrt, check=check)
         # The class of the model has it too, and JAX's registry of pytrees keeps classes for ever.
         self._free()
         self._free = weakref.finalize(self, self.forward.clear)
@@ -152,7 +157,8 @@ class Accumulation:
         """
         _refuse_more(args, kwargs)
         scaler = self._check_call(loss_fn, batch)
-        loss_fn, given = self._given(loss_fn, batch)
+        scale = self._scale_of(loss_fn)
+        loss_fn, given = self._given(loss_fn, batch, scale)
         compiled = self._compiled(loss_fn, given)
         try:
             loss, *new = compiled(self.model, given, *self._stored())
@@ -167,8 +173,9 @@ class Accumulation:
             self._pending = self.grads = None
         else:
             self._pending, [self.grads] = None, new
-        self.scaler = scaler
-        return loss if scaler is None else loss / scaler.loss_scaling
+        self.scaler, self.scale = scaler, scale
+        limit_in_flight(loss)  # when all is stored: Ctrl-C may come while it waits
+        return loss if scale is None else loss / scale
 
     def _check_call(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         """Returns the scaler of the loss, or None; refuses a call that cannot be right."""
@@ -187,6 +194,12 @@ class Accumulation:
             error = (
                 "backward: the gradients have been unscaled, and scaled ones would be added to "
                 "them. Call scaler.step(optimizer) and optimizer.clear_grad() first."
+            )
+        elif _are_lost(self._pending):
+            error = (
+                "backward: an earlier call, which was interrupted or failed, has used up the "
+                "gradients that no_sync had accumulated. Call model.clear_gradients() and "
+                "accumulate again."
             )
         elif scaler is not None and self.updating is not None:
             error = (
@@ -209,7 +222,7 @@ class Accumulation:
         _refuse_more(args, kwargs)
         if batch is None:
             raise GShardError("audit(model.backward, loss_fn, batch) needs the batch.")
-        loss_fn, given = self._given(loss_fn, batch)
+        loss_fn, given = self._given(loss_fn, batch, self._scale_of(loss_fn))
         return self._compiled(loss_fn, given).lower(self.model, given, *self._stored())
 
     def reduce(self) -> None:
@@ -224,9 +237,9 @@ class Accumulation:
 
     def settle(self) -> None:
         """Writes the buffers that `no_sync` left on each device into the model."""
-        if self._buffers:
+        if self._buffers and not _are_lost(self._buffers):
             self._settle(self.model, self._buffers)
-            self._buffers = {}
+        self._buffers = {}
 
     def refuse_waiting(self) -> None:
         """Raises a `GShardError` if gradients of `no_sync` have not been reduced."""
@@ -251,10 +264,10 @@ class Accumulation:
             raise GShardError("there are no gradients. Call model.backward(loss_fn, batch).")
         return self.grads
 
-    def unscale(self, scale: jax.Array) -> jax.Array:
+    def unscale(self) -> jax.Array:
         """Divides the gradients by their scale; returns whether every entry is finite."""
-        self.grads, self.finite = self._unscale(self.take(), scale)
-        self.scaler = None
+        self.grads, self.finite = self._unscale(self.take(), self.scale)
+        self.scaler = self.scale = None
         return self.finite
 
     @short_traceback
@@ -267,7 +280,7 @@ class Accumulation:
 
     def clear(self) -> None:
         """Drops all gradients."""
-        self.grads = self._pending = self.scaler = self.finite = None
+        self.grads = self._pending = self.scaler = self.scale = self.finite = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -286,14 +299,23 @@ class Accumulation:
             return self._pending, self._buffers
         return self._pending, self.grads, *(self.updating.arguments() if self.updating else ())
 
-    def _given(self, loss_fn: Callable[..., Any], batch: Any) -> tuple[Callable[..., Any], Any]:
+    def _scale_of(self, loss_fn: Callable[..., Any]) -> jax.Array | None:
+        """Returns the scale of a loss: that of the gradients to which its own are added."""
+        if not isinstance(loss_fn, Scaled):
+            return None
+        return loss_fn.scaler.loss_scaling if self.scale is None else self.scale
+
+    def _given(
+        self, loss_fn: Callable[..., Any], batch: Any, scale: jax.Array | None
+    ) -> tuple[Callable[..., Any], Any]:
         """Returns the loss function to compile, and its batch on the devices."""
         given = shard_batch(batch, self.plan)
         sizes = [
             x.shape[0] // self.plan.group.batch_shards for x in jax.tree.leaves(given) if x.ndim
         ]
         if isinstance(loss_fn, Scaled):
-            given = (given, loss_fn.scaler.loss_scaling)
+            loss_fn.scaler.compare(self.plan)
+            given = (given, scale)
         if self.joined is None:
             return loss_fn, given
         if self._depth:
@@ -346,6 +368,11 @@ class Accumulation:
             donated = (3,)
         made = OnModel(run, wrt, donated, check, outside, mask)
         return self._of_loss.setdefault((loss_fn, local), made)
+
+
+def _are_lost(donated: Any) -> bool:
+    """Whether a call that raised before its results were stored has used up its arguments."""
+    return any(x.is_deleted() for x in jax.tree.leaves(donated))
 
 
 def _refuse_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

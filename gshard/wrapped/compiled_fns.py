@@ -17,7 +17,6 @@ from flax import nnx
 
 from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError, some, warn
-from gshard._util.in_flight import limit_in_flight
 from gshard._util.jaxpr_dataflow import inputs_used
 from gshard._util.pytree import differences, flatten
 from gshard.sharding.plan import Plan
@@ -255,15 +254,18 @@ class OnModel:
         given = static, params, rest, *args
         if self._outside is not None:
             self._outside.look(args)
-        if self._mask is not None:
-            first = len(jax.tree.leaves((params, rest)))
-            self._mask(args[0], lambda: self._jitted.trace(*given), first)
-        if self._check is None:
-            out, changed = self._jitted(*given)
-        else:
-            self._check(static, given[1:], lambda: self._jitted.trace(*given))
-            out, changed = self._check.run(self._jitted, *given)
-        limit_in_flight(out)
+        try:
+            if self._mask is not None:
+                first = len(jax.tree.leaves((params, rest)))
+                self._mask(args[0], lambda: self._jitted.trace(*given), first)
+            if self._check is None:
+                out, changed = self._jitted(*given)
+            else:
+                self._check(static, given[1:], lambda: self._jitted.trace(*given))
+                out, changed = self._check.run(self._jitted, *given)
+        except ValueError:
+            _refuse_other_devices(model)
+            raise
         if changed:
             leaves = [changed.get(i, x) for i, x in enumerate(rest)]
             nnx.update(model, jax.tree.unflatten(static[1], leaves))
@@ -290,6 +292,23 @@ class OnModel:
         after = jax.tree.leaves(nnx.split(model, self.wrt, ...)[2])
         pairs = enumerate(zip(after, rest, strict=True))
         return out, {i: new for i, (new, old) in pairs if new is not old}
+
+
+def _refuse_other_devices(model: Any) -> None:
+    """Raises a `GShardError` if arrays of a wrapped model were moved to other devices."""
+    devices = set(model.plan.mesh.devices.flat)
+    paths, leaves, _ = flatten(nnx.state(model))
+    moved = [
+        path
+        for path, x in zip(paths, leaves, strict=True)
+        if getattr(x, "committed", False) and x.sharding.device_set != devices
+    ]
+    if moved:
+        raise GShardError(
+            f"{some(moved, 3)}: these arrays of the model are on other devices than model.plan "
+            "says. Set full values with model.set_state_dict(values), by the names of "
+            "model.state_dict(): it places them."
+        )
 
 
 def refuse_other_parameters(params: Any, plan: Plan, full: bool = False) -> None:

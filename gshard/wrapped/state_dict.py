@@ -263,8 +263,8 @@ def put_values(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> N
             _, path, variable, i = places.pop(ends.index(max(ends)))
             # A wrapped model's arrays may be elsewhere by now: they are put back.
             is_wrapped = hasattr(target, "_gshard_named")
-            at_rest = target.plan.sharding(layout) if is_wrapped else old.sharding
-            new = _like(old, layout, np.asarray(values[name]), at_rest)
+            sharding = target.plan.sharding(layout) if is_wrapped else old.sharding
+            new = _like(old, layout, np.asarray(values[name]), sharding)
             if isinstance(variable, nnx.Variable):
                 leaves, structure = jax.tree.flatten(variable.get_raw_value())
                 leaves[i] = new

@@ -19,6 +19,7 @@ from flax import nnx
 from jax import core
 
 from gshard._util.errors import GShardError, MissingAttributeError, some, warn
+from gshard._util.in_flight import limit_in_flight
 from gshard._util.pytree import flatten
 from gshard._util.validation import flag, shown
 from gshard.data.batch import shard_batch
@@ -129,7 +130,9 @@ class Wrapped(Keeping):
             self._gshard_settle()
             rows = next((x.shape[0] for x in given if x.ndim), 0)
             placed = [_placed(x, self.plan, rows) for x in given]
-            return self._gshard_forward(cast(Any, self), placed, fixed=rest)
+            out = self._gshard_forward(cast(Any, self), placed, fixed=rest)
+            limit_in_flight(out)
+            return out
         pairs = self._gshard_pairs()
         padded = _padded(pairs)
         on_host = [y.path for x, y in pairs if jax.typeof(x).memory_space == jax.memory.Space.Host]

@@ -267,6 +267,16 @@ def sets_more_rates(rank: int, _: Any, optimizer: Any, __: Any) -> None:
     optimizer.state_dict()
 
 
+def evaluates_one(rank: int, model: Any, *_: Any) -> None:
+    model.train(not rank)
+    model(own()["x"])
+
+
+def scales(rank: int, model: Any, _: Any, scaler: Any) -> None:
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 8.0 * (1 + rank)})
+    model.backward(scaler.scale(lambda model, batch: (model(batch["x"]) ** 2).mean()), own())
+
+
 def reseeded(seed: Callable[[int], int]) -> Callable[[int], Any]:
     """New random keys are given to a sharded model."""
 
@@ -545,6 +555,12 @@ ROWS: dict[str, Row] = {
     ),
     "one process calls set_lr once more": refused(
         lambda r: wrapped(r, sets_more_rates), "different numbers of calls: 2 on process 0, 3 on"
+    ),
+    "a model that is in evaluation on one process": refused(
+        lambda r: wrapped(r, evaluates_one), "not run the same program: model(...) differs"
+    ),
+    "another scale of the GradScaler": refused(
+        lambda r: wrapped(r, scales), "scale=8.0 on process 0, scale=16.0 on process 1"
     ),
     "nnx.reseed with the same seed": right(reseeded(lambda rank: 7)),
     "nnx.reseed with the seed of each process": refused(

@@ -56,6 +56,28 @@ def ddp():
     return gshard.pytorch.DistributedDataParallel(Net(), process_group=three())
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+def test_the_scale_may_change_while_gradients_wait(calls):
+    """A second model steps, and the scale doubles: it is not the scale of what waits."""
+    settings = gshard.GradScaler(init_loss_scaling=1024.0, incr_every_n_steps=1)
+    model, optimizer, scaler = wrap(linear(), optax.sgd(0.1), scaler=settings)
+    other, its, _ = wrap(linear(1), optax.sgd(0.1), scaler=scaler)
+    plain, alone, _ = wrap(linear(), optax.sgd(0.1))
+    for seed in range(calls):
+        found = model.backward(scaler.scale(loss_fn), rows(seed))
+        other.backward(scaler.scale(loss_fn), rows(seed))
+        scaler.step(its)
+        scaler.update()
+        its.clear_grad()
+        assert found == plain.backward(loss_fn, rows(seed))
+    assert scaler.loss_scaling == 1024 * 2**calls
+    scaler.step(optimizer)
+    alone.step()
+    wanted = plain.state_dict()
+    for name, x in model.state_dict().items():
+        np.testing.assert_allclose(x, wanted[name], rtol=1e-6)
+
+
 def test_a_learning_rate_that_is_kept_as_an_integer():
     """optax keeps the type of learning_rate=1; 0.5 would become 0."""
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=1)
@@ -74,6 +96,35 @@ def test_a_learning_rate_that_is_kept_as_an_integer():
 
 def moved_to_one_device(model):
     model.first.kernel.set_raw_value(jax.device_put(np.ones((7, 4), "f4"), jax.devices()[0]))
+
+
+def without_padding(model):
+    model.first.kernel.set_raw_value(jnp.ones((7, 4)))
+
+
+@pytest.mark.parametrize("act", ["backward", "call"])
+def test_arrays_that_were_moved_are_named_and_put_back(act):
+    model, optimizer, _ = wrap(Net(), optax.adam(0.1))
+    values, sharding = model.state_dict(), model.first.kernel[...].sharding
+    moved_to_one_device(model)
+    with pytest.raises(gshard.GShardError, match="^first/kernel: these arrays .* other devices"):
+        model(rows()) if act == "call" else model.backward(loss_fn, rows())
+    model.set_state_dict(values)
+    assert model.first.kernel[...].sharding == sharding
+    model.backward(loss_fn, rows())
+    optimizer.step()
+
+
+def test_a_value_without_padding_is_padded_as_the_error_says():
+    model, _, _ = wrap(Net(), optax.adam(0.1), "p_g_os", exclude_layer=["BatchNorm"])
+    values, shape = model.state_dict(), model.first.kernel[...].shape
+    assert shape != (7, 4)
+    without_padding(model)
+    with pytest.raises(gshard.GShardError, match="Set full values with model.set_state_dict"):
+        model.backward(loss_fn, rows())
+    model.set_state_dict(values)
+    assert model.first.kernel[...].shape == shape
+    model.backward(loss_fn, rows())
 
 
 @pytest.mark.parametrize("partition", ["even", "greedy"])
@@ -118,6 +169,68 @@ def test_a_linen_module_may_have_lists(module):
         np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-6)
     with pytest.raises(gshard.GShardError, match='Pass all that .* or {"params": params}'):
         wrap((module, variables["params"]), optax.sgd(0.1))
+
+
+def interrupted(monkeypatch, call):
+    """Ctrl-C while a call waits for an earlier one."""
+    other = gshard.paddle.DataParallel(linear(), group=three())
+    for _ in range(4):  # so many run at the same time
+        other(rows())
+
+    def wait(x):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(jax, "block_until_ready", wait)
+        call()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupted_backward_loses_nothing(overlap, monkeypatch):
+    models = {}
+    for is_cut in (False, True):
+        models[is_cut] = model = ddp()
+        optimizer = ZRO(model.parameters(), optax.adam, overlap_with_ddp=overlap, lr=0.1)
+
+        def call(model=model):
+            model.backward(loss_fn, rows())
+
+        with model.no_sync():
+            model.backward(loss_fn, rows())
+            interrupted(monkeypatch, call) if is_cut else call()
+        interrupted(monkeypatch, call) if is_cut else call()
+        optimizer.step()
+    found, wanted = (models[is_cut].state_dict() for is_cut in (True, False))
+    for name in wanted:
+        np.testing.assert_array_equal(found[name], wanted[name])
+
+
+def test_what_a_failed_call_has_used_up_is_said(monkeypatch):
+    """As when Ctrl-C comes between a call and the storing of its results."""
+    model = ddp()
+    optimizer = ZRO(model.parameters(), optax.adam, lr=0.1)
+    with model.no_sync():
+        model.backward(loss_fn, rows())
+        for x in jax.tree.leaves((model.backward._pending, model.backward._buffers)):
+            x.delete()
+    with pytest.raises(gshard.GShardError, match="used up .* model.clear_gradients()"):
+        model.backward(loss_fn, rows())
+    model.clear_gradients()
+    model.backward(loss_fn, rows())
+
+    def accept(*_):
+        raise KeyboardInterrupt
+
+    saved = optimizer.state_dict()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(optimizer._engine, "accept", accept)
+        optimizer.step()
+    with pytest.raises(gshard.DonatedStateError, match="Make the optimizer again"):
+        optimizer.step()
+    optimizer = ZRO(model.parameters(), optax.adam, lr=0.1)
+    optimizer.load_state_dict(saved)
+    model.backward(loss_fn, rows())
+    optimizer.step()
 
 
 def test_a_scalar_that_differs_between_the_inputs_of_join_is_refused():
