@@ -66,7 +66,9 @@ class ParamGroup(MutableMapping[str, Any]):
             raise ArgumentTypeError(
                 f"{self.name} needs {', '.join(lacking)}. Pass it by name, such as lr=1e-3."
             )
-        if isinstance(lr := every.get("learning_rate"), str):
+        lr = every.get(_RATE)
+        # Without a rate optax does not negate the update: the loss would rise.
+        if isinstance(lr, (str, bool)) or (lr is None and known.get(_RATE) is not None):
             raise ArgumentTypeError(f"lr={lr!r} must be a number, or a schedule of optax.")
         every = {name: _python(x) for name, x in every.items()}
         for rate in {"lr", _RATE} & {name for name, x in every.items() if _is_number(x)}:

@@ -714,6 +714,8 @@ ONE = [jnp.ones(3)]
         (lambda: ZRO(tree(), lambda lr: lr, lr=0.1), TypeError, "not an optax transformation"),
         (lambda: adam(betas=(0.9, 0.99)), TypeError, "no hyperparameter 'betas'"),
         (lambda: ZRO(tree(), optax.adam), TypeError, "needs learning_rate"),
+        (lambda: ZRO(tree(), optax.adam, lr=None), TypeError, "lr=None must be a number"),
+        (lambda: ZRO(tree(), optax.adam, lr=True), TypeError, "lr=True must be a number"),
         (lambda: adam(partition="gredy"), ValueError, "Did you mean 'greedy'"),
         (lambda: adam(parameters_as_bucket_view=1), ValueError, "True or False"),
         (lambda: adam(overlap_with_ddp="yes"), ValueError, "True or False"),
