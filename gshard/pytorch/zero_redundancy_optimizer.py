@@ -283,9 +283,9 @@ class ZeroRedundancyOptimizer:
         lines = [
             f"{name}={value!r} in group {i}"
             for i, group in enumerate(self.param_groups)
-            for name, value in group.traced().items()
+            for name, value in {"optimizer_class": group.name, **group.saved()}.items()
         ]
-        self._same.add(self.plan, lines)
+        self._same.add(self.plan, [f"parameters_as_bucket_view={self._buckets}", *lines])
 
     def join_hook(self, **kwargs: Any) -> None:
         """Does nothing: under `gshard.pytorch.Join` every device takes part in every step."""

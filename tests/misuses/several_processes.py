@@ -242,6 +242,25 @@ def zero(act: Callable[[Any, Any], Any]) -> Callable[[int], Any]:
     return misuse
 
 
+def greedy(factories: Any = None, **by_rank: tuple[Any, Any]) -> Callable[[int], Any]:
+    """Makes another optimizer on each process; only owners keep a state."""
+
+    def misuse(rank: int) -> Any:
+        import jax
+        import optax
+
+        import gshard.pytorch
+        from tests.misuses import small
+
+        given = {name: values[rank] for name, values in by_rank.items()}
+        zero = gshard.pytorch.ZeroRedundancyOptimizer
+        factory = getattr(optax, factories[rank] if factories else "adamw")
+        opt = zero(small.params(), factory, partition="greedy", lr=0.1, **given)
+        opt.step(jax.tree.map(np.ones_like, small.params()))
+
+    return misuse
+
+
 def zero_loads(opt: Any, moments: Any) -> None:
     state = opt.state_dict()
     adam, *rest = state["state"][0]
@@ -552,6 +571,16 @@ ROWS: dict[str, Row] = {
     ),
     "ZeroRedundancyOptimizer: another state in load_state_dict": refused(
         zero(zero_loads), "the processes set different values: 0/0/mu", "process 1", "broadcast"
+    ),
+    "ZeroRedundancyOptimizer, greedy: another weight decay": refused(
+        greedy(weight_decay=(0.1, 0.2)),
+        "weight_decay=0.1 in group 0 on process 0, weight_decay=0.2",
+    ),
+    "ZeroRedundancyOptimizer, greedy: another optimizer": refused(
+        greedy(("adam", "adamax")), "optimizer_class='adam' in group 0 on process 0"
+    ),
+    "ZeroRedundancyOptimizer, greedy: another parameters_as_bucket_view=": refused(
+        greedy(parameters_as_bucket_view=(False, True)), "as_bucket_view=False on process 0"
     ),
     "one process calls set_lr once more": refused(
         lambda r: wrapped(r, sets_more_rates), "different numbers of calls: 2 on process 0, 3 on"
