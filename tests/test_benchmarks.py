@@ -60,7 +60,7 @@ def torch_python():
 
 @pytest.mark.slow
 def test_the_trace_of_one_more_array_calls_little_more_python_than_that_of_gspmd():
-    """Counted, so that it is the same on every machine; it was 1.76 times as much."""
+    """Counted, so that it is the same on every machine."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     mesh = gshard.make_mesh(devices=jax.devices()[: first_step.DEVICES])
 

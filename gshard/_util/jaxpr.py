@@ -20,7 +20,7 @@ Handler = Callable[[Any, list[Any]], Sequence[Any]]
 
 JIT = "jit"
 # For `jax.jit(inline=)`: the call is one equation of the trace, and what it calls is lowered as if
-# there were no call (up to JAX 0.11 XLA removes it). To add each equation to the trace takes long.
+# there were no call (up to JAX 0.11 XLA removes the call). Each equation more takes time to trace.
 INLINE_LATE: Any = getattr(getattr(jax, "Inline", None), "JAX_LATE", False)
 VIEWS = ("transpose", "reshape", "squeeze", "reduce_precision", "copy")  # elements as they are
 CHECKPOINT = "remat2"

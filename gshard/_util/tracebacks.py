@@ -34,7 +34,7 @@ def line_of_error(error: BaseException) -> str:
 
 
 def named_as(user: Any, function: Callable[P, R]) -> Callable[P, R]:
-    """Returns the function; JAX's errors about what it traces name the user's, which it calls."""
+    """Returns `function`, which calls `user`, so that JAX's errors name `user`."""
     while isinstance(user, functools.partial):
         user = user.func
     if not hasattr(inspect.unwrap(user), "__code__"):  # an object that can be called

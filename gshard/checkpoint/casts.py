@@ -35,17 +35,20 @@ def converted(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:
         raise GShardError(
             f"{name} holds integers that do not fit {dtype}. Keep the dtype in which it is stored."
         )
-    if lost := too_large(x, new):
+    if too_large(x, new):  # not how large: other shards have the same warning then
         warn(
-            f"{name} has numbers that are too large for {np.dtype(dtype)}, such as {lost:g}, and "
-            "become infinite or NaN. Keep the dtype in which it is stored, or use bfloat16."
+            f"{name} has numbers that are too large for {np.dtype(dtype)}, which become infinite "
+            "or NaN. Keep the dtype in which it is stored."
         )
     return new
 
 
 def too_large(x: np.ndarray, new: np.ndarray) -> float:
     """Returns the largest number that is finite in `x` and not in a narrower dtype; 0 if none."""
-    if not is_floating(new.dtype) or jnp.finfo(new.dtype).max >= jnp.finfo(jnp.bfloat16).max:
+    if not (is_floating(new.dtype) and is_floating(x.dtype)):
+        return 0.0
+    limit = float(jnp.finfo(new.dtype).max)
+    if max(float(x.max(initial=0)), -float(x.min(initial=0))) <= limit:  # the usual case
         return 0.0
     lost = np.isfinite(x) & ~np.isfinite(new)
     return float(np.abs(x[lost]).max()) if lost.any() else 0.0

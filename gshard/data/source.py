@@ -209,7 +209,7 @@ def _entries(x: Any, index: Any) -> np.ndarray:
 
 
 def _refuse_table(data: Any, where: str) -> None:
-    """Refuses what pandas makes: its `x[i]` is a column, or has the label i, wherever it is."""
+    """Refuses tables of pandas: their `x[i]` is a column, or the entry labelled i."""
     if hasattr(data, "iloc"):
         fix = "{name: x.to_numpy() for name, x in table.items()}"
         fix = "x.to_numpy()" if hasattr(data, "dtype") else fix
@@ -246,14 +246,16 @@ def _length_of_arrays(data: Any, transformed: bool) -> int:
 
 def _length(data: Any) -> int:
     kind = type(data)
-    _refuse_table(data, "source")
+    inside = isinstance(data, (dict, tuple))  # a list may hold a million examples
+    for path, x in zip(*flatten(data)[:2], strict=True) if inside else [("", data)]:
+        _refuse_table(x, f"source{subscript(path)}" if path else "source")
     indexable = hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
     if isinstance(data, (str, bytes, Mapping, tuple)) or not indexable:
         values = data.values() if isinstance(data, dict) else data
         lists = isinstance(data, (dict, tuple)) and any(isinstance(x, list) for x in values)
         hint = " The lists in it must be arrays: np.asarray." if lists else ""
         if isinstance(data, Mapping) and not isinstance(data, dict):
-            hint = " If it holds arrays by name, pass dict(source)."
+            hint = " If it holds arrays by name, pass dict(source); if examples by number, a list."
         raise GShardError(
             f"source={shown(data)} has no examples that can be read by index.{hint} Pass a tree of "
             "arrays, or an object with len(source) and source[i], such as a list of examples; for "

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from gshard._util.errors import some, warn
 from gshard._util.pytree import flatten
@@ -57,8 +57,8 @@ def latest_copies(plan: Any, params: Any, master: Mapping[str, Any]) -> dict[str
         warn(
             f"parameters were replaced since the last step ({some(kept)}) by arrays that are "
             "sharded otherwise over several processes, and precision= keeps master copies of them, "
-            "which still have the old values. Run a step first, or pass the new parameters to "
-            "shard_train_state."
+            "which still have the old values. Place them as the state's were, with "
+            "jax.device_put(new, old.sharding), or pass them to shard_train_state."
         )
     return {**master, **{path: copy for path, copy in new.items() if copy is not None}}
 
@@ -111,7 +111,8 @@ def _joined(copy: jax.Array, param: Any) -> jax.Array | None:
         values = _values_at(param, shard)
         if values is None:
             return None
-        own, values = (jax.device_put(x, shard.device) for x in (shard.data, values))
+        here = SingleDeviceSharding(shard.device)  # in its own memory, also what is on the host
+        own, values = (jax.device_put(x, here) for x in (shard.data, values))
         new.append(jax.device_put(where_replaced(own, values), shard.data.sharding))
     return jax.make_array_from_single_device_arrays(copy.shape, copy.sharding, new)
 

@@ -138,7 +138,7 @@ def _factor(kind: str, size: int) -> Fraction:
 
 
 def check_kind(kind: object) -> None:
-    """Refuses what is no kind of collective: nothing would be found of it."""
+    """Raises a `GShardError` for an unknown kind, of which every count would be 0."""
     if kind not in KINDS:
         raise GShardError(
             f"kind={shown(kind)} is unknown.{did_you_mean(kind, KINDS)} Choose one of "

@@ -138,8 +138,8 @@ def make_train_step(
         them itself (`optax.zero_nans`, `optax.apply_if_finite`, `optax.MultiSteps` with
         `should_skip_update_fn=`) where no scaler is given, else True.
       max_bad_steps: number of skipped non-finite steps in a row after which the step raises a
-        `NonFiniteError`, at most two steps late; None for never. Steps after which a scaler can
-        still lower its scale do not raise.
+        `NonFiniteError`, at most two steps late; None for never. A scaler first lowers its
+        scale, as far as 1 and for at most ten times as many steps.
       micro_batches: number of slices in which each device processes its examples, one after the
         other (k).
       accumulate: how gradients accumulate over micro-batches: `"level"` (dp, os: local; os_g,

@@ -47,6 +47,7 @@ class ScalerState(NamedTuple):
     bad: Any = np.int32(0)
 
 
+_FALLING = 10  # times `max_bad_steps` in a row, while the scale falls
 _TINY, _LARGEST = (float(getattr(np.finfo(np.float32), name)) for name in ("tiny", "max"))
 _INSTEAD = {  # of PyTorch's arguments
     "enabled": "It is enable= here.",
@@ -115,9 +116,13 @@ class GradScaler:
 
     def __post_init__(self) -> None:
         for name, fits, meaning in (
-            ("init_loss_scaling", lambda x: _TINY <= x <= _LARGEST, "a positive number of float32"),
+            (
+                "init_loss_scaling",
+                lambda x: _TINY <= x <= _LARGEST,
+                "a positive number that float32 can hold",
+            ),
             ("incr_ratio", lambda x: 1 < x < np.inf, "a number above 1"),
-            ("decr_ratio", lambda x: 0 < x < 1, "a number between 0 and 1"),
+            ("decr_ratio", lambda x: 0 < x and np.float32(x) < 1, "a number between 0 and 1"),
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
@@ -306,19 +311,26 @@ class Watch:
                 self._number.skipped(int(guard.first), row, named)
                 self._bad = self._bad if self._row else flags
             self._row = row
-            if self._most is not None and row >= self._most and (scale is None or scale <= 1):
+            if self._most is not None and row >= self._most and self._gives_up(row, scale):
                 self._seen.clear()
                 named = self._describe(self._bad)
-                fix = "with float16 pass scaler=gshard.GradScaler()"
-                fix = fix if scale is None else f"see why a loss scale of {scale} does not help"
+                fix, limit = "with float16 pass scaler=gshard.GradScaler()", "."
+                if scale is not None:
+                    fix = f"see why a loss scale of {scale} does not help"
+                    limit = f", and {_FALLING} times that while the loss scale falls."
                 raise NonFiniteError(
                     f"{row} step{'s in a row' if row > 1 else ''} had a gradient that is not "
                     f"finite, from step {int(guard.first)} on. In the first of them it was that of "
                     f"{named}. These steps changed nothing. Look at the batches and the loss of "
                     "that step (jax_debug_nans finds the operation), lower the learning rate, or "
-                    f"{fix}. max_bad_steps= sets the limit."
+                    f"{fix}. max_bad_steps= sets the limit{limit}"
                 )
         self._number.begin(step, before.skipped, is_other)
+
+    def _gives_up(self, row: int, scale: Any) -> bool:
+        """Whether so many non-finite steps in a row end the run, and no scale can fall further."""
+        most: Any = self._most
+        return scale is None or row >= _FALLING * most or float(scale) <= 1
 
     def _has_ended(self, guard: Guard) -> bool:
         return jax.process_count() == 1 and guard.row.is_ready()

@@ -40,6 +40,10 @@ from gshard.wrapped.loss_fns import Joined, Scaled, check_closure, code_of, own_
 from gshard.wrapped.same_hyperparameters import SameHyperparameters
 
 MANY = 64  # loss functions whose programs are kept
+_WEIGHTED = (  # each device has a mean of its own, and some may have no example
+    "Return gshard.Weighted((x * mask).sum(), mask.sum()) from the loss."
+)
+_WITHOUT_SYNC = f"Call backward outside no_sync for such a batch. {_WEIGHTED}"
 
 
 class Updating(Protocol):
@@ -359,7 +363,8 @@ class Accumulation:
                 )
         check = ProgramCheck(self.plan, f"backward of the loss {place_of(loss_fn)}")
         name = f"backward: the loss {place_of(own_loss(loss_fn))}"
-        outside, mask = OutsideValues(own_loss(loss_fn), name), MaskCheck(name, prefix="0/0")
+        outside = OutsideValues(own_loss(loss_fn), name)
+        mask = MaskCheck(name, "0/0", _WITHOUT_SYNC if local else _WEIGHTED, of_examples=False)
         run, donated = partial(self._phases.backward, loss_fn), ()
         if local:
             run, donated = partial(self._phases.local, loss_fn), (1, 2)

@@ -52,9 +52,10 @@ def mesh():
     return gshard.make_mesh(devices=jax.devices()[:DEVICES])
 
 
-def divided(level, tx=None, precision: Any = "bfloat16"):
+def divided(level, tx=None, precision: Any = "bfloat16", **how):
     state = TrainState.create(apply_fn=None, params=initial(), tx=tx or optax.sgd(0.1))
-    return gshard.shard_train_state(state, mesh(), level, min_shard_size=4, precision=precision)
+    how |= {"min_shard_size": 4, "precision": precision}
+    return gshard.shard_train_state(state, mesh(), level, **how)
 
 
 def dtypes(tree) -> set[str]:
@@ -260,6 +261,14 @@ def test_parameters_that_are_replaced_count(level, tmp_path):
     for x in jax.tree.leaves(gshard.full_params(state)):
         assert np.abs(x - 2).max() < 1.5
     assert moved(state) > 0.5
+
+
+def test_parameters_that_are_replaced_count_with_master_copies_in_host_memory():
+    state, plan = divided("p_g_os", optax.adam(1e-2), offload=True)
+    state, _ = gshard.make_train_step(loss_fn, plan)(state, batch())
+    state = state.replace(params=jax.tree.map(lambda x: x * 0 + 2, state.params))
+    for x in jax.tree.leaves(gshard.full_params(state)):
+        np.testing.assert_array_equal(x, np.float32(2))
 
 
 def test_init_function_abstract_state_and_the_plain_state_back():

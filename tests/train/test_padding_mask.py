@@ -141,7 +141,8 @@ def test_backward_of_a_wrapped_model_without_the_mask_is_warned_of():
             for batch in batches:
                 model.backward(loss, batch)
                 optimizer.clear_grad()
-        assert len(said) == 1 and "computes its result from the batch" in str(said[0].message)
+        (text,) = (str(x.message) for x in said)
+        assert "computes its result from the batch" in text and "Return gshard.Weighted" in text
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = model.backward(masked, batches[-1])
@@ -149,3 +150,14 @@ def test_backward_of_a_wrapped_model_without_the_mask_is_warned_of():
     plain = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
     wanted = each(plain, {name: x[-count:] for name, x in DATA.items()}).mean()
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_padding_that_backward_counts_in_no_sync_is_warned_of():
+    """Its loss has one entry for each device, here as many as examples."""
+    model = gshard.paddle.DataParallel(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+    devices = jax.device_count()
+    source = {name: x[: devices - 1] for name, x in DATA.items()}
+    batches = gshard.DataLoader(source, devices, model.plan, shuffle=False, pad_last=True)
+    with pytest.warns(gshard.GShardWarning, match="Call backward outside no_sync"), model.no_sync():
+        model.backward(lambda m, b: (m(b["x"])[:, 0] - b["y"]).mean(), next(iter(batches)))
+    model.clear_gradients()

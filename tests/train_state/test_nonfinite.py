@@ -179,6 +179,13 @@ def test_a_scale_that_can_still_fall_does_not_end_the_run():
         for _ in range(20):
             state, metrics = step(state, {"x": rows["x"] * np.nan})
     assert "GradScaler()" not in str(e.value) and float(metrics["loss_scale"]) == 1
+    state, plan = divided("os_g", precision="float16")
+    slow = gshard.GradScaler(init_loss_scaling=2.0**15, decr_ratio=0.99)
+    step = gshard.make_train_step(lambda p, b: b["x"].mean() * p["a"].mean(), plan,
+                                  scaler=slow, max_bad_steps=2)  # fmt: skip
+    with pytest.raises(gshard.NonFiniteError, match="^20 steps in a row .* 10 times that while"):
+        for _ in range(24):
+            state, _ = step(state, {"x": rows["x"] * np.nan})
     fixed = gshard.GradScaler(init_loss_scaling=2.0**15, use_dynamic_loss_scaling=False)
     step = gshard.make_train_step(lambda p, b: b["x"].mean() * p["a"].mean(), plan,
                                   scaler=fixed, max_bad_steps=2)  # fmt: skip

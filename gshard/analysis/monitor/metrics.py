@@ -163,9 +163,10 @@ class Metrics:
         if not self._has_warned:
             self._has_warned = True
             warn(
-                "metrics.step was called again without a train step in between. Each call counts "
-                "as a step, so step_time is too small, and there are no examples per second. Pass "
-                "everything in one call: metrics.step({**info, **evaluated})."
+                "metrics.step was called again, and gshard saw no train step in between. Each call "
+                "counts as a step, so step_time is too small, and there are no examples per "
+                "second. Pass everything in one call: metrics.step({**info, **evaluated}). A step "
+                "inside your own jax.jit is not seen: pass its batch and number= too."
             )
 
     def close(self) -> None:

@@ -203,6 +203,6 @@ def rounded(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if lost := too_large(x, new):
         warn(
             f"save_safetensors writes an infinite value, or NaN, for one that {dtype} cannot "
-            f"hold, {lost:g}. Pass dtype='bfloat16', which has the range of float32."
+            f"hold, {lost:g}. Pass dtype='float32', or 'bfloat16', which has nearly its range."
         )
     return new

@@ -52,7 +52,7 @@ def in_loop_order(fun: Callable[..., Any], group: Group) -> Callable[..., Any]:
     @wraps(fun)
     def ordered(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-        if not _is_unordered(closed.jaxpr):  # what is called here has been traced above
+        if not _is_unordered(closed.jaxpr):  # `fun` was traced above, and JAX reuses that
             return jax.jit(fun, inline=INLINE_LATE)(*args)
         out = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), out)

@@ -200,6 +200,9 @@ ROWS = {
         lambda _: gshard.GradScaler(init_loss_scaling=float("nan")), "init_loss_scaling=nan"
     ),
     "incr_ratio=0.5": refused(lambda _: gshard.GradScaler(incr_ratio=0.5), "incr_ratio=0.5"),
+    "decr_ratio= that float32 takes for 1": refused(
+        lambda _: gshard.GradScaler(decr_ratio=1 - 1e-9), "decr_ratio=0.999999999"
+    ),
     "decr_ratio=2": refused(lambda _: gshard.GradScaler(decr_ratio=2.0), "decr_ratio=2.0"),
     "incr_every_n_steps=0": refused(
         lambda _: gshard.GradScaler(incr_every_n_steps=0), "incr_every_n_steps=0"
