@@ -96,7 +96,7 @@ def test_a_second_call_after_a_step_is_warned_of_once(tmp_path):
     with gshard.Metrics(tmp_path, every=2, writers=[], peak_flops=np.float32(1e12)) as metrics:
         state, info = step(state, batch())
         metrics.step(info)
-        with pytest.warns(gshard.GShardWarning, match="without a train step in between"):
+        with pytest.warns(gshard.GShardWarning, match="gshard saw no train step in between"):
             metrics.step({"accuracy": 0.5})
         metrics.step({"accuracy": 0.5})
         for n in range(1, 3):
