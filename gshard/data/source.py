@@ -44,6 +44,7 @@ class Source:
     def __init__(self, data: Any, transform: Callable[..., Any] | None, seed: int):
         self._data, self._transform, self._seed = data, transform, seed
         self._random = transform is not None and _takes_rng(transform)
+        _refuse_tables(data)
         self._has_arrays = _is_tree_of_arrays(data)
         if self._has_arrays:
             self.length = _length_of_arrays(data, transform is not None)
@@ -208,15 +209,18 @@ def _entries(x: Any, index: Any) -> np.ndarray:
     return np.asarray(x[once])[places]
 
 
-def _refuse_table(data: Any, where: str) -> None:
+def _refuse_tables(data: Any) -> None:
     """Refuses tables of pandas: their `x[i]` is a column, or the entry labelled i."""
-    if hasattr(data, "iloc"):
-        fix = "{name: x.to_numpy() for name, x in table.items()}"
-        fix = "x.to_numpy()" if hasattr(data, "dtype") else fix
-        raise GShardError(
-            f"{where} is {shown(data)} ({type(data).__module__}), which is indexed by labels, and "
-            f"not by the position of an example. Pass NumPy arrays, such as {fix}."
-        )
+    one = isinstance(data, (list, Iterator))  # a list may hold a million examples
+    for path, x in [("", data)] if one else zip(*flatten(data)[:2], strict=True):
+        if hasattr(x, "iloc"):
+            fix = "{name: x.to_numpy() for name, x in table.items()}"
+            fix = "x.to_numpy()" if hasattr(x, "dtype") else fix
+            raise GShardError(
+                f"source{subscript(path) if path else ''} is {shown(x)} ({type(x).__module__}), "
+                "which is indexed by labels, and not by the position of an example. Pass NumPy "
+                f"arrays, such as {fix}."
+            )
 
 
 def _length_of_arrays(data: Any, transformed: bool) -> int:
@@ -234,7 +238,6 @@ def _length_of_arrays(data: Any, transformed: bool) -> int:
                 "share their leading dimension."
             )
         if not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray):
-            _refuse_table(x, f"source{subscript(path)}")
             check_array(x, f"source{subscript(path)}", is_converted=True)
         why = why_not_numeric(x.dtype)
         if why and (not transformed or not isinstance(x, np.ndarray)):
@@ -246,9 +249,6 @@ def _length_of_arrays(data: Any, transformed: bool) -> int:
 
 def _length(data: Any) -> int:
     kind = type(data)
-    inside = isinstance(data, (dict, tuple))  # a list may hold a million examples
-    for path, x in zip(*flatten(data)[:2], strict=True) if inside else [("", data)]:
-        _refuse_table(x, f"source{subscript(path)}" if path else "source")
     indexable = hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
     if isinstance(data, (str, bytes, Mapping, tuple)) or not indexable:
         values = data.values() if isinstance(data, dict) else data

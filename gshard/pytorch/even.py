@@ -181,17 +181,16 @@ class Even:
     def _inputs(self, grads: Any, skipped: tuple[int, ...]) -> tuple[Any, ...]:
         """Returns the arguments of `_run`, with parameters and gradients on the plan's mesh."""
 
-        def on_mesh(x: Any, sharding: Any, what: str) -> Any:
+        def on_mesh(x: Any, what: str, *layout: Any) -> Any:
             mesh = getattr(getattr(x, "sharding", None), "mesh", None)
-            return x if mesh == self.plan.mesh else placed(x, sharding, what)
+            return x if mesh == self.plan.mesh else placed(x, self.plan.sharding(*layout), what)
 
         if not isinstance(grads, LocalGradients):
-            grads = [on_mesh(x, self.plan.sharding(), "the gradients") for x in grads]
+            grads = [on_mesh(x, "the gradients") for x in grads]
         params, structure = jax.tree.flatten(self.target.values())
         layouts = jax.tree.leaves(self.plan.params)
         params = [
-            on_mesh(x, self.plan.sharding(layout), "the parameters")
-            for x, layout in zip(params, layouts, strict=True)
+            on_mesh(x, "the parameters", layout) for x, layout in zip(params, layouts, strict=True)
         ]
         state, values = self.arguments()
         return skipped, structure.unflatten(params), state, grads, values
