@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _JAX = find_spec("jax")  # without importing it, which takes a second
 _LIBRARIES = (
@@ -99,10 +99,16 @@ def is_library_frame(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
-def place_of(function: object) -> str:
-    """A function's name, with its file and line where it has one."""
+def without_partial(function: Any) -> Any:
+    """The function that a `functools.partial` calls in the end, or the function itself."""
     while isinstance(function, functools.partial):
         function = function.func
+    return function
+
+
+def place_of(function: object) -> str:
+    """A function's name, with its file and line where it has one."""
+    function = without_partial(function)
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
     name = getattr(function, "__name__", type(function).__name__)
     return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, without_partial
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,8 +35,7 @@ def line_of_error(error: BaseException) -> str:
 
 def named_as(user: Any, function: Callable[P, R]) -> Callable[P, R]:
     """Returns `function`, which calls `user`, so that JAX's errors name `user`."""
-    while isinstance(user, functools.partial):
-        user = user.func
+    user = without_partial(user)
     if not hasattr(inspect.unwrap(user), "__code__"):  # an object that can be called
         user = type(user).__call__
     return functools.update_wrapper(function, user, (), ())

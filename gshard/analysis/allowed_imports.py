@@ -6,7 +6,6 @@ anything. Words of the command line are the user's own and are not restricted.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import sysconfig
@@ -15,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, without_partial
 
 _SHIPPED = "gshard.models"
 
@@ -39,8 +38,7 @@ class ModelOfFile(str):
 
     def check(self, function: Callable[..., Any]) -> None:
         """Raises a `GShardError` for a function that the module has from elsewhere."""
-        while isinstance(function, functools.partial):
-            function = function.func
+        function = without_partial(function)
         name = getattr(function, "__module__", None) or type(function).__module__
         if not (_is_one_of(self._module, self._allowed) or _may_be_named(name, self._allowed)):
             raise _refusal(self, name)
