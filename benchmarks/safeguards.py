@@ -1,11 +1,12 @@
 """What a step's safeguards cost: the step as users call it, and its compiled program alone.
 
-    python -m benchmarks.safeguards [--processes 1 2] [--levels os p_g_os] [--rounds 100]
+    python -m benchmarks.safeguards [--processes 1 2] [--levels os p_g_os] [--pairs 10]
 
 With them: numbered batches of a `DataLoader`, comparison of programs and batches, checks of the
 arguments, a watchdog, a status file as `gshard launch` has it, and at `os` a comparison of replicas
 every 100 steps. Without: the same stages compiled without batch numbers, called directly. Both are
-processes of their own that run ten steps each in turn. The ratios are of those ten steps.
+processes of their own that run ten steps each in turn. A step's time differs by up to a fifth from
+process to process, so each ratio is of new processes, and the bounds hold the spread between them.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def program(model: str, devices: int, level: str, guarded: bool) -> Callable[[],
     return with_safeguards if guarded else without
 
 
-def measure(args: argparse.Namespace, processes: int, level: str) -> None:
-    """Times both in turn and prints a line."""
+def pair(args: argparse.Namespace, processes: int, level: str) -> tuple[float, float]:
+    """Seconds of ten steps with safeguards and without, in two new groups of processes."""
     with tempfile.TemporaryDirectory() as folder:
         groups = {}
         try:
@@ -80,11 +81,19 @@ def measure(args: argparse.Namespace, processes: int, level: str) -> None:
         finally:
             for group in groups.values():
                 group.stop()
-    step = 1000 * statistics.median(seconds["without"]) / STEPS
-    found = ratio(seconds["with"], seconds["without"])
+    return statistics.median(seconds["with"]), statistics.median(seconds["without"])
+
+
+def measure(args: argparse.Namespace, processes: int, level: str) -> None:
+    """Times pair after pair and prints a line."""
+    pairs = [pair(args, processes, level) for _ in range(args.pairs)]
+    guarded, alone = ([each[i] for each in pairs] for i in (0, 1))
+    step = 1000 * statistics.median(alone) / STEPS
+    found = ratio(guarded, alone)
     print(
-        f"{args.model}, {processes} process(es), {level:<7} {step:6.1f} ms a step without, "
-        f"with / without {found.median:.4f} ({found.low:.4f} to {found.high:.4f})",
+        f"{args.model}, {processes} process(es), {level:<7} {step:6.1f} ms a step without "
+        f"({1000 * min(alone) / STEPS:.1f} to {1000 * max(alone) / STEPS:.1f}), "
+        f"with / without {found.median:.3f} ({found.low:.3f} to {found.high:.3f})",
         flush=True,
     )
 
@@ -95,7 +104,8 @@ def main() -> None:
     parser.add_argument("--levels", nargs="*", default=["os", "p_g_os"])
     parser.add_argument("--model", choices=PROBLEMS, default="gpt")
     parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--pairs", type=int, default=10, help="of new processes")
+    parser.add_argument("--rounds", type=int, default=20, help="of ten steps each, in a pair")
     parser.add_argument("--serve", choices=("with", "without"), help=argparse.SUPPRESS)
     parser.add_argument("--status", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -35,9 +35,10 @@ from gshard.train.loss import add_sums, reduce_sums
 from gshard.train.loss_reach import CheckedLoss
 from gshard.train.microbatch import (
     DeviceInputs,
-    sum_before,
+    MicroBatchSums,
     sum_over_micro_batches,
     total_weight,
+    with_sums,
 )
 from gshard.train.non_trainable import non_trainable_layouts, pin_updates, to_storage
 from gshard.train.options import StepOptions
@@ -266,22 +267,25 @@ class GradientStage:
             inputs = DeviceInputs(leaves, {**shared, **own_state}, all_layouts, batch, rng, dims)
 
             one = CheckedLoss(self.loss, structure, plan, options, accumulate, scale, step, seed)
-            sum_before(one, inputs)
-            if OVERWRITTEN in inputs.non_trainable or (one.is_global and scale is not None):
-                # fp8 statistics of gradients need gradients at the scale of a single device, and
-                # sums over examples would overflow float16 where their mean does not
-                weight = total_weight(one, inputs)
-                if weight is not None:
-                    weight = reduce_scalar(weight, group.axes)
-                    scale = (1 if scale is None else scale) / jnp.where(weight == 0, 1, weight)
-                one.scale = scale
             finish = partial(reduce_micro_batch, plan=plan, accumulate=accumulate, options=options)
-            total = sum_over_micro_batches(one, inputs, finish)
+
+            def run() -> MicroBatchSums:
+                if OVERWRITTEN in inputs.non_trainable or (one.is_global and scale is not None):
+                    # fp8 statistics of gradients need gradients at the scale of a single device,
+                    # and sums over examples would overflow float16 where their mean does not
+                    weight = total_weight(one, inputs)
+                    if weight is not None:
+                        weight = reduce_scalar(weight, group.axes)
+                        of_one = 1 if scale is None else scale
+                        one.scale = of_one / jnp.where(weight == 0, 1, weight)
+                return sum_over_micro_batches(one, inputs, finish)
+
+            total = with_sums(one, inputs, run)
             one.refuse_unreached(self.name)
             self.loss_transfers[:] = one.transfers
             own = (total.grads, total.loss, total.weight, total.aux)
             numbers = jax.tree.map(lambda x: x[0], numbers)
-            result = end(own, order=one.order, scale=scale, numbers=numbers, seed=seed)
+            result = end(own, order=one.order, scale=one.scale, numbers=numbers, seed=seed)
             if own_non_trainable is not None:
                 changed = {**own_state, **total.updates}
                 return result, jax.tree.map(lambda x: x[None], changed)

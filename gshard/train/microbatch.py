@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from gshard.train.comm.reduce import accumulation_layouts
 from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
 from gshard.train.fsdp.lazy_param import gathered
+from gshard.train.global_loss.evaluator import NeedsSum
 from gshard.train.global_loss.experts import Experts, kept_dims, refuse_per_device
 from gshard.train.global_loss.sequences import Sequences, counted_once
 from gshard.train.global_loss.shares import GlobalBatch
@@ -35,6 +36,8 @@ from gshard.train.non_trainable import all_gather_tree, non_trainable_uses, spli
 from gshard.train.options import StepOptions, most_gathered
 from gshard.train.random_keys import DEVICE, Draws, draws_of, fold_keys, refuse_keys
 from gshard.train_state import OVERWRITTEN, PureLoss
+
+T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
@@ -63,10 +66,6 @@ class DeviceInputs(NamedTuple):
     batch: Any
     rng: Any
     dims: Sequence[int | None] = ()
-
-
-class NothingToSumError(Exception):
-    """Every sum over the global batch that the loss needs is known."""
 
 
 class MicroBatchLoss:
@@ -142,18 +141,12 @@ class MicroBatchLoss:
             return at(*points)[1][1]
 
     def next_sum(self, given: DeviceInputs, i: Any) -> jax.Array:
-        """Computes this part of the next sum over the global batch that the loss needs.
-
-        Raises:
-          NothingToSumError: the loss needs no other.
-        """
+        """Computes this part of the next sum over the global batch that the loss needs."""
         self.global_batch.collects = True
         with self._scope() as scope:
             at, *points = self._at(given, i, scope)
             found = at(*points)
         self.global_batch.collects = False
-        if found is None:
-            raise NothingToSumError
         return found
 
     @property
@@ -344,19 +337,20 @@ def total_weight(one: MicroBatchLoss, given: DeviceInputs) -> jax.Array | None:
     return _sum(one.weight, one, given)
 
 
-def sum_before(one: MicroBatchLoss, given: DeviceInputs) -> None:
-    """Computes the sums over the global batch that each micro-batch of a global loss needs.
+def with_sums(one: MicroBatchLoss, given: DeviceInputs, run: Callable[[], T]) -> T:
+    """Calls `run`, and again after each sum over the global batch that the loss turns out to need.
 
-    They depend on no parameter that is trained, such as a count of tokens, so that XLA removes the
-    model from these passes.
+    Such a sum is computed from all micro-batches before the first of them takes its gradient. It
+    depends on no parameter that is trained, like a count of tokens, so that XLA removes the model
+    from that pass.
     """
     batch = one.global_batch
-    while batch.micro_batches > 1:
+    while True:
         try:
+            return run()
+        except NeedsSum:
             total = _sum(one.next_sum, one, given)
             batch.known.append(reduce_scalar(total, batch.axes))
-        except NothingToSumError:
-            return
 
 
 def _sum(term: Callable[[DeviceInputs, Any], Any], one: MicroBatchLoss, given: DeviceInputs) -> Any:

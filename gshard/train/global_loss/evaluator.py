@@ -59,8 +59,8 @@ from gshard.train.global_loss.value import Value
 _FROM_NOTHING = ("iota", "broadcast_in_dim", "random_bits")
 
 
-class NeedsSum(Exception):  # not an error: it carries a result out of a trace
-    """Carries this part of a sum over all micro-batches that is not known yet."""
+class NeedsSum(Exception):  # not an error: it ends a trace
+    """The loss needs a sum over all micro-batches that is not known yet; this is its part."""
 
     def __init__(self, partial: jax.Array):
         super().__init__()
@@ -81,7 +81,6 @@ class GlobalEvaluator:
       transfers: what was communicated.
       gathers: how many equations were decided to need all examples of an operand.
       known: sums over all parts that were computed before, for several micro-batches.
-      collects: whether a sum that is not known is raised, as `NeedsSum`.
       limit: bytes that one operation may all-gather; None for any number.
       statistics: whether the backward pass of a `custom_vjp` may return a statistic of a
         micro-batch, of which the largest is taken (fp8).
@@ -110,7 +109,7 @@ class GlobalEvaluator:
         index = group_index(self.axes) * micro_batches + micro_batch
         self.partition = Partition(devices * micro_batches, index, zigzag)
         self.transfers, self.gathers = list[Transfer](), 0
-        self.known, self.collects = list[jax.Array](), False
+        self.known = list[jax.Array]()
         self.limit: int | None = None
         self.statistics = self._takes_statistics = False
         self.returned: list[bool] = []
@@ -338,9 +337,7 @@ class GlobalEvaluator:
             raise one_batch_error(self, eqn)
         if self.known:
             return self.known.pop(0)
-        if self.collects:
-            raise NeedsSum(value.array)
-        raise one_batch_error(self, eqn)
+        raise NeedsSum(value.array)
 
     def _part_from_nothing(self, value: Value, placement: Placement) -> Any:
         """Makes this device's part of a value that depends on no example."""

@@ -39,7 +39,7 @@ class GlobalBatch:
       known: sums over all parts, computed before.
       limit: bytes that one operation may all-gather; None for any number.
       statistics: whether the state has fp8 statistics.
-      collects: whether `shares` returns this part of the first sum that is not known, or None.
+      collects: whether `shares` returns this part of the first sum that is not known.
       transfers: what the last evaluation communicates.
     """
 
@@ -76,7 +76,7 @@ class GlobalBatch:
         """
         part = i if self.micro_batches > 1 else 0  # of batches, each is whole by itself
         evaluator = GlobalEvaluator(self.axes, self.shards, self.micro_batches, part)
-        evaluator.known, evaluator.collects = list(self.known), self.collects
+        evaluator.known = list(self.known)
         evaluator.limit, evaluator.statistics = self.limit, self.statistics
         self.transfers = evaluator.transfers
         dims = [0 if jnp.ndim(x) else None for x in jax.tree.leaves(batch)]
@@ -129,12 +129,16 @@ class GlobalBatch:
 
         A weight of None is 1 for the sum of all shares. Auxiliary outputs and updates are
         `Weighted` or `Reduced`; updates of one of several batches are arrays.
+
+        Raises:
+          NeedsSum: there are several micro-batches, and a sum over them is not known.
         """
         try:
-            found = self._shares(fun, by_examples, trained, *args)
+            return self._shares(fun, by_examples, trained, *args)
         except NeedsSum as sums:
+            if not self.collects:
+                raise
             return sums.partial
-        return None if self.collects else found
 
     def _shares(self, fun: Callable[..., Any], by_examples: bool, trained: int, *args: Any) -> Any:
         evaluator, (total, (weight, aux, updates)) = self.values(fun, trained, *args)
