@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import core
+from jax.dtypes import canonicalize_dtype
 from jax.sharding import AbstractMesh
 
 from gshard._util.arrays import is_key
@@ -91,11 +92,14 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
 def _can_be_saved(path: str, x: Any, layout: Layout) -> bool:
     """Whether an array has the dtype of its layout, and its shape with or without padding.
 
-    An optimizer may change the dtype of its state. Arrays of NumPy and Python numbers are converted
-    later.
+    An optimizer may change the dtype of its state. JAX stores NumPy's 64-bit numbers in 32 bits.
     """
-    is_free = not path.startswith((PARAMS, MASTER, *FIELDS_OF_PARAMETERS))
-    has_dtype = is_free or not isinstance(x, jax.Array) or x.dtype == layout.dtype
+    has_dtype = True  # a Python number is converted
+    if isinstance(x, jax.Array):
+        is_free = not path.startswith((PARAMS, MASTER, *FIELDS_OF_PARAMETERS))
+        has_dtype = is_free or x.dtype == layout.dtype
+    elif hasattr(x, "dtype"):
+        has_dtype = canonicalize_dtype(x.dtype) == layout.dtype
     return has_dtype and np.shape(x) in (layout.shape, layout.stored_shape)
 
 

@@ -922,6 +922,8 @@ def test_names_that_could_not_be_restored_are_refused(tmp_path, params):
         (jnp.ones((9, 4)), "float32\\[9, 4\\]"),
         (jnp.ones((8, 3), jnp.bfloat16), "bfloat16\\[8, 3\\]"),
         (np.ones((2, 2)), "float64\\[2, 2\\]"),
+        (np.ones((8, 3), np.complex64), "complex64\\[8, 3\\]"),
+        (np.full((8, 3), 2**40), "int64\\[8, 3\\]"),
     ],
 )
 def test_arrays_that_are_not_those_of_the_plan_are_refused(tmp_path, w, said):
@@ -934,6 +936,8 @@ def test_arrays_that_are_not_those_of_the_plan_are_refused(tmp_path, w, said):
         checkpointer.save(1, state.replace(params=gshard.full_params(state)))  # without padding
         assert gshard.full_params(checkpointer.restore(like=state).state)["w"].all()
         checkpointer.save(2, jax.device_get(state))  # with it
+        assert gshard.full_params(checkpointer.restore(like=state).state)["w"].all()
+        checkpointer.save(3, state.replace(params={"w": np.ones((8, 3))}))  # JAX takes float64 too
         assert gshard.full_params(checkpointer.restore(like=state).state)["w"].all()
 
 
