@@ -20,9 +20,9 @@ from gshard.train_state.nonfinite import Watch
 _NAMED = 3
 
 
-def watch_of(plan: Plan, most: int | None) -> Watch:
+def watch_of(plan: Plan, most: int | None, has_scaler: bool) -> Watch:
     """Returns the watch of a step, which names parameters by their paths."""
-    return Watch(most, partial(describe, plan))
+    return Watch(most, partial(describe, plan), has_scaler)
 
 
 def flags_sharding(plan: Plan) -> NamedSharding:

@@ -241,8 +241,9 @@ class TrainStep:
         self.loss_transfers: tuple[Transfer, ...] | None = None
         self._skip_nonfinite = skips_nonfinite(plan, options)
         self._name, wanted = f"the loss {place_of(loss_fn)}", plan.abstract_components()
-        self._loss_fn, self._watch = loss_fn, watch_of(plan, options.max_bad_steps)
         self._scaler = s if (s := options.scaler) is not None and s.enable else None
+        self._loss_fn = loss_fn
+        self._watch = watch_of(plan, options.max_bad_steps, self._scaler is not None)
         self._latest, self._in_use = LatestState(plan.kind), threading.RLock()
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
         self._check_program = ProgramCheck(plan, f"the train step of {place_of(loss_fn)}", options)

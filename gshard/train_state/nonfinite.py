@@ -272,8 +272,13 @@ class Watch:
     Several processes check exactly `LATE` steps after it, so that all stop at the same step.
     """
 
-    def __init__(self, most: int | None, describe: Callable[..., str]):
+    def __init__(self, most: int | None, describe: Callable[..., str], has_scaler: bool = False):
         self._most, self._describe = most, describe
+        self._fix = (
+            "lower init_loss_scaling= of the scaler"
+            if has_scaler
+            else "with float16 pass scaler=gshard.GradScaler()"
+        )
         self._seen: deque[tuple[Guard, Any, Any]] = deque()
         self._bad: Any = None  # flags of the first step of a row
         self._last: Any = None  # of the state that the last step returned
@@ -314,7 +319,7 @@ class Watch:
             if self._most is not None and row >= self._most and self._gives_up(row, scale):
                 self._seen.clear()
                 named = self._describe(self._bad)
-                fix, limit = "with float16 pass scaler=gshard.GradScaler()", "."
+                fix, limit = self._fix, "."
                 if scale is not None:
                     fix = f"see why a loss scale of {scale} does not help"
                     limit = f", and {_FALLING} times that while the loss scale falls."
