@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import nnx
+from flax.errors import InvalidRngError, ModifyScopeVariableError
 from flax.nnx.bridge import variables as bridged
 from jax.sharding import Mesh
 
@@ -36,6 +37,26 @@ class _Linen(nnx.bridge.ToNNX):
     @to_nnx__module.setter
     def to_nnx__module(self, module: nn.Module) -> None:
         self.to_nnx__held: _Held = _Held(module)
+
+    def __call__(self, *args: Any, **by_name: Any) -> Any:
+        try:
+            return super().__call__(*args, **by_name)
+        except InvalidRngError as error:
+            raise GShardError(
+                "the Linen module draws random numbers (dropout), and its variables contain no "
+                "key. Wrap it with one: nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0))"
+                ".lazy_init(inputs) in place of (module, variables); each call draws new numbers. "
+                f"Or turn that off in the call, as in model(x, deterministic=True). {_said(error)}"
+            ) from error
+        except ModifyScopeVariableError as error:
+            raise GShardError(
+                "the Linen module changes variables (BatchNorm): name their collections in the "
+                f"call, model(x, mutable=['batch_stats']). {_said(error)}"
+            ) from error
+
+
+def _said(error: Exception) -> str:
+    return f"Flax says: {str(error).partition(' (https:')[0]}"
 
 
 def as_module(model: Any, call: str, kind: type[Wrapped]) -> nnx.Module:

@@ -171,6 +171,33 @@ def test_a_linen_module_may_have_lists(module):
         wrap((module, variables["params"]), optax.sgd(0.1))
 
 
+class DropoutNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
+        return nn.Dropout(0.5, deterministic=not train)(x)
+
+
+def test_a_linen_module_with_dropout_and_batch_statistics_says_how_to_wrap_it():
+    module, x = DropoutNet(), rows()
+    variables = module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    model, _, _ = wrap((module, variables), optax.sgd(0.1))
+    with pytest.raises(gshard.GShardError, match=r"mutable=\['batch_stats'\]"):
+        model.backward(loss_fn, x)
+
+    def updated(model, x):
+        return (model(x, mutable=["batch_stats"]) ** 2).mean()
+
+    with pytest.raises(gshard.GShardError, match=r"ToNNX\(module, rngs=nnx.Rngs\(0\)\)"):
+        model.backward(updated, x)
+    keyed = nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(x)
+    model, _, _ = wrap(keyed, optax.sgd(0.1))
+    before = np.asarray(model.state_dict()["BatchNorm_0.mean"])
+    losses = {float(model.backward(updated, x)) for _ in range(2)}
+    assert len(losses) == 2  # other random numbers
+    assert np.any(np.asarray(model.state_dict()["BatchNorm_0.mean"]) != before)
+
+
 def interrupted(monkeypatch, call):
     """Ctrl-C while a call waits for an earlier one."""
     other = gshard.paddle.DataParallel(linear(), group=three())
