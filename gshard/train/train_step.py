@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,32 +30,27 @@ from gshard.sharding.plan import (
 )
 from gshard.sharding.validate import TreeChecker, placed
 from gshard.train import loss_check
-from gshard.train.batch_numbers import BatchNumbers, with_state
+from gshard.train.batch_numbers import BatchNumbers
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.global_loss.transfers import Transfer, transfers_table
-from gshard.train.gradients import GradientStage
 from gshard.train.late_checks import late_checks
 from gshard.train.latest_state import LatestState
-from gshard.train.non_trainable import warn_of_lost_updates
 from gshard.train.nonfinite_leaves import flags_sharding, watch_of
-from gshard.train.optim.optimizer import update_and_all_gather
-from gshard.train.optim.skip_update import keep_unless
 from gshard.train.options import (
     MAX_BAD_STEPS,
     LossSemantics,
     TrainStepOptions,
     check_options,
-    skips_nonfinite,
 )
 from gshard.train.padding_mask import MaskCheck
-from gshard.train.post_update import apply_post_update
-from gshard.train.random_keys import fold_keys, typed_key
+from gshard.train.random_keys import typed_key
 from gshard.train.replicas import ReplicaCheck
 from gshard.train.same_program import ProgramCheck
+from gshard.train.stages import Stages
 from gshard.train.tracing import explain_debug_nans, paused_collector
 from gshard.train_state import Components
 from gshard.train_state.components import ShardedOptState
-from gshard.train_state.nonfinite import GradScaler, Guard
+from gshard.train_state.nonfinite import GradScaler
 
 State = TypeVar("State")
 
@@ -232,36 +226,38 @@ class TrainStep:
       options: those of `make_train_step`.
       jitted: a function of the leaves of the state, their structure, the batch, the key and
         the numbers of the batch.
-      loss_transfers: what the loss communicates in its forward pass; None before the first call.
       numbers: checks that all processes give the batches of the same step.
     """
 
     def __init__(self, loss_fn: Callable[..., Any], plan: Plan, options: TrainStepOptions):
         self.plan, self.options, self._check_loss = plan, options, loss_check.is_on(options)
-        self.loss_transfers: tuple[Transfer, ...] | None = None
-        self._skip_nonfinite = skips_nonfinite(plan, options)
-        self._name, wanted = f"the loss {place_of(loss_fn)}", plan.abstract_components()
-        self._scaler = s if (s := options.scaler) is not None and s.enable else None
-        self._loss_fn = loss_fn
+        name, wanted = f"the loss {place_of(loss_fn)}", plan.abstract_components()
+        self._loss_fn, self._stages = loss_fn, Stages(loss_fn, plan, options, name)
+        self._scaler = self._stages.scaler
         self._watch = watch_of(plan, options.max_bad_steps, self._scaler is not None)
         self._latest, self._in_use = LatestState(plan.kind), threading.RLock()
         self._check = TreeChecker(wanted, "the state is", donated=options.donate)
         self._check_program = ProgramCheck(plan, f"the train step of {place_of(loss_fn)}", options)
         self.numbers, self._late_checks = BatchNumbers(plan), late_checks(plan)
         self._replicas = ReplicaCheck(plan, options.check_replicas)
-        self._check_mask = MaskCheck(f"the step of {self._name}", prefix="1/")
-        self._outside = OutsideValues(loss_fn, self._name)
+        self._check_mask = MaskCheck(f"the step of {name}", prefix="1/")
+        self._outside = OutsideValues(loss_fn, name)
         shardings, same = [x.sharding for x in jax.tree.leaves(wanted)], plan.sharding()
         self._rng = options.rng
         if options.rng is not None and isinstance(plan.mesh, Mesh):  # not copied again in each step
             form = jax.ShapeDtypeStruct((), options.rng.dtype, sharding=same)
             self._rng = placed(options.rng, form)
         self.jitted: Any = jax.jit(
-            self._run,
+            self._stages.run,
             static_argnums=1,
             donate_argnums=(0,) if options.donate else (),
             out_shardings=(shardings, same, same, same, flags_sharding(plan)),
         )
+
+    @property
+    def loss_transfers(self) -> tuple[Transfer, ...] | None:
+        """What the loss communicates in its forward pass; None before the first call."""
+        return self._stages.loss_transfers
 
     @property
     def budget(self) -> Budget:
@@ -372,64 +368,6 @@ class TrainStep:
         batch = shard_batch(batch, self.plan)
         check_examples(batch, self.plan.group.batch_shards, self.options.micro_batches)
         return batch
-
-    def _run(
-        self, leaves: list[Any], structure: Any, batch: Any, rng: Any, row: Any = None
-    ) -> tuple[list[Any], dict[str, Any], Guard, Any, Any]:
-        # XLA names the arguments of the program after these parameters: the report of a compiled
-        # step finds the path of `leaves[2]`. The pause is no decorator, which warnings would name.
-        with paused_collector():
-            return self._stages(leaves, structure, batch, rng, row)
-
-    def _stages(
-        self, leaves: list[Any], structure: Any, batch: Any, rng: Any, row: Any
-    ) -> tuple[list[Any], dict[str, Any], Guard, Any, Any]:
-        """Runs the stages on a list of leaves, which a jitted call passes faster than a tree."""
-        plan, options, size = self.plan, self.options, self.options.bucket_size
-        parts: Components = jax.tree.unflatten(structure, leaves)
-        before: ShardedOptState = parts.opt_state
-        loss = plan.kind.loss(self._loss_fn, options.mutable, parts.static)
-        if rng is not None:
-            rng = jax.random.fold_in(rng, parts.step)
-        if plan.kind.counts_draws and options.loss_semantics != "per_device":
-            now = dataclasses.replace(parts, step=None)  # the keys of one device, as they are
-        else:  # a key that the loss does not change would draw the same at every step
-            own = {k: x for k, x in parts.non_trainable.items() if k not in options.mutable}
-            keys = {**parts.non_trainable, **fold_keys(own, parts.step)}
-            now = dataclasses.replace(parts, non_trainable=keys)
-        if row is not None:
-            row = with_state(row, parts, plan)
-        scale = None if self._scaler is None else self._scaler.scale(before.scaler)
-        stage = GradientStage(loss, plan, options, self._name)
-        result = stage.reduced(now, batch, rng, scale, row, parts.step)
-        self.loss_transfers = tuple(stage.loss_transfers)
-        updates = result.weight != 0
-        if self._skip_nonfinite:
-            updates = result.finite & updates
-        params, opt_state = update_and_all_gather(
-            plan, result.grads, before, parts.params, {"value": result.loss}, updates, size
-        )
-        guard = before.guard.after(result.finite, updates, parts.step)
-        opt_state = opt_state._replace(guard=guard)
-        metrics = {"loss": result.loss, "grad_norm": result.norm, "skipped_steps": guard.skipped}
-        if self._scaler is not None:
-            scaled = self._scaler.after(before.scaler, result.finite)
-            scaler = keep_unless(result.weight != 0, scaled, before.scaler)
-            opt_state = opt_state._replace(scaler=scaler)
-            metrics["loss_scale"] = scale
-        if options.has_aux:
-            metrics["aux"] = result.aux
-            warn_of_lost_updates(result.aux, parts.non_trainable, options.mutable)
-        non_trainable = {name: parts.non_trainable[name] for name in result.updates}
-        new = Components(
-            params,
-            opt_state,
-            parts.step + updates.astype(parts.step.dtype),
-            {**parts.non_trainable, **keep_unless(updates, result.updates, non_trainable)},
-        )
-        if options.post_update is not None:
-            new = apply_post_update(options.post_update, new, parts.static, plan, updates)
-        return jax.tree.leaves(new), metrics, guard, result.numbers, result.finite_leaves
 
     def _take(
         self, args: tuple[Any, ...], by_name: dict[str, Any], abstract: bool = False
