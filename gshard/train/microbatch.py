@@ -26,7 +26,7 @@ from gshard.train.comm.reduce import accumulation_layouts
 from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
 from gshard.train.fsdp.lazy_param import gathered
-from gshard.train.global_loss.evaluator import NeedsSum
+from gshard.train.global_loss.conversions import NeedsSum
 from gshard.train.global_loss.experts import Experts, kept_dims, refuse_per_device
 from gshard.train.global_loss.sequences import Sequences, counted_once
 from gshard.train.global_loss.shares import GlobalBatch

@@ -3,8 +3,9 @@
 The loss is traced once, at the global number of examples. Every value of that trace is replicated,
 sharded on one dimension, or a partial sum (`placement`). Rules say for an equation how the
 placements of its operands give those of its results (`shape_rules`, `product_rules`,
-`index_rules`, `attention_rules`, `partial_rules`, `bodies`, `derivatives`). An equation without a
-fitting rule gets replicated operands and runs as it was traced.
+`index_rules`, `attention_rules`, `partial_rules`, `bodies`, `derivatives`). The evaluator converts
+each operand to the placement that its rule asks for (`conversions`). An equation without a fitting
+rule gets replicated operands and runs as it was traced.
 
     batch, sharded --> equation --> rule --> local equation
                           |

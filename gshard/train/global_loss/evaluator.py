@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,18 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core as jax_core
-from jax.ad_checkpoint import checkpoint_name
 
-from gshard._util.arrays import is_key
-from gshard._util.jaxpr import as_traced, bind, body_of, evaluate, in_scope, user_line
-from gshard._util.named_calls import name_of
-from gshard.train.comm.collectives import group_index
-from gshard.train.comm.examples import (
-    exchange_examples,
-    gather_examples,
-    scatter_partial,
-    sum_partial,
-)
+from gshard._util.jaxpr import as_traced, bind, body_of, evaluate, in_scope
 from gshard.train.global_loss import (  # noqa: F401  the imports register the rules
     attention_rules,
     bodies,
@@ -32,95 +22,48 @@ from gshard.train.global_loss import (  # noqa: F401  the imports register the r
     product_rules,
     shape_rules,
 )
+from gshard.train.global_loss.conversions import Conversions
 from gshard.train.global_loss.decide import decide, is_inlined
-from gshard.train.global_loss.draws import can_draw_part, iota_part, random_bits_part
 from gshard.train.global_loss.extremes import extreme_call
 from gshard.train.global_loss.halo import with_padding
-from gshard.train.global_loss.messages import check_limit, one_batch_error, warn_of_kept
+from gshard.train.global_loss.messages import one_batch_error
 from gshard.train.global_loss.own_collectives import (
     is_own_collective,
     is_own_sum,
-    sum_error,
     sum_size,
 )
 from gshard.train.global_loss.placement import (
     PARTIAL,
     REPLICATED,
-    Partition,
     Placement,
 )
 from gshard.train.global_loss.positions import of_literal, positions_of
 from gshard.train.global_loss.registry import Decision
 from gshard.train.global_loss.sequence_calls import warn_of_transformed
 from gshard.train.global_loss.shape_rules import acts_by_entry
-from gshard.train.global_loss.transfers import Transfer, needed_by
 from gshard.train.global_loss.value import Value
 
 _FROM_NOTHING = ("iota", "broadcast_in_dim", "random_bits")
 
 
-class NeedsSum(Exception):  # not an error: it ends a trace
-    """The loss needs a sum over all micro-batches that is not known yet; this is its part."""
-
-    def __init__(self, partial: jax.Array):
-        super().__init__()
-        self.partial = partial
-
-
-class GlobalEvaluator:
+class GlobalEvaluator(Conversions):
     """Evaluates jaxprs of the global batch, inside a `shard_map` over the data axes.
 
-    Args:
-      axes: the data axes.
-      devices: along them.
-      micro_batches: in which each device processes its examples.
-      micro_batch: the number of this one.
+    Its arguments, and further attributes, are those of `Conversions`.
 
     Attributes:
-      partition: the parts of the batch, and this one.
-      transfers: what was communicated.
       gathers: how many equations were decided to need all examples of an operand.
-      known: sums over all parts that were computed before, for several micro-batches.
-      limit: bytes that one operation may all-gather; None for any number.
       statistics: whether the backward pass of a `custom_vjp` may return a statistic of a
         micro-batch, of which the largest is taken (fp8).
       own_gradients: whether the loss has backward passes that the user wrote.
-      of_examples: whether the parts are of the examples, and not of their sequences.
-      batches: how many devices share the examples of the traced values.
-      exchanges: whether an all-to-all may change which dimension is sharded: where parameters are
-        kept on the axis.
-      other_axes: the axes that share the examples of the traced values.
-      bodies: how many bodies, of loops, branches and `jax.checkpoint`, are being evaluated.
+      returned: of the results of the last body, whether they are statistics.
     """
 
-    def __init__(
-        self,
-        axes: Sequence[str],
-        devices: int,
-        micro_batches: int = 1,
-        micro_batch: Any = 0,
-        of_examples: bool = True,
-        zigzag: bool = False,
-    ):
-        self.axes, self.micro_batches = tuple(axes), micro_batches
-        self.of_examples, self.batches = of_examples, 1
-        self.exchanges = self.own_gradients = False
-        self.other_axes: tuple[str, ...] = ()
-        index = group_index(self.axes) * micro_batches + micro_batch
-        self.partition = Partition(devices * micro_batches, index, zigzag)
-        self.transfers, self.gathers = list[Transfer](), 0
-        self.known = list[jax.Array]()
-        self.limit: int | None = None
-        self.statistics = self._takes_statistics = False
-        self.returned: list[bool] = []
-        self._times, self.bodies, self._line = 1, 0, ""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether no other evaluation follows this one, over other axes."""
-        return self.of_examples and not self.exchanges
-
-    # ---- evaluation
+    gathers: int = 0
+    statistics: bool = False
+    own_gradients: bool = False
+    returned: list[bool]
+    _takes_statistics: bool = False
 
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], values: Sequence[Value]) -> list[Value]:
         """Evaluates a jaxpr, which is not closed; its results are held as the rules say."""
@@ -251,124 +194,6 @@ class GlobalEvaluator:
         value.source = (eqn, values)
         return value
 
-    # ---- conversions
-
-    def convert(self, value: Value, placement: Placement, eqn: Any = None) -> Any:
-        """Returns the array of a value in a placement; `eqn` is the equation that needs it."""
-        if placement not in value.converted:
-            value.converted[placement] = self._convert(value, placement, eqn)
-        return value.converted[placement]
-
-    def _convert(self, value: Value, placement: Placement, eqn: Any) -> Any:
-        if 0 in value.aval.shape and not is_key(value.aval):
-            return jnp.zeros(
-                self.partition.local_shape(value.aval.shape, placement), value.aval.dtype
-            )
-        alone = self.partition.parts == 1  # every placement is the same array
-        from_nothing = value.array is None and value.placement == REPLICATED and not alone
-        if from_nothing and placement.is_sharded:
-            return self._part_from_nothing(value, placement)
-        if value.array is None:
-            self._make(value)
-        array: Any = value.array
-        if value.placement == placement or alone:
-            return array
-        if value.placement == REPLICATED:
-            if placement == PARTIAL and value.statistic:
-                return array
-            if placement == PARTIAL:
-                first = self.partition.index == 0
-                return jnp.where(first, array, jnp.zeros_like(array))
-            return self.partition.part_of(jnp.asarray(array), placement)
-        if placement == REPLICATED:
-            return self._complete(value, eqn)
-        contiguous = value.placement.outer == placement.outer == 1
-        if self.exchanges and contiguous and not is_key(value.aval):
-            return self._moved(value, placement, eqn)
-        full = Value(REPLICATED, value.aval, self.convert(value, REPLICATED, eqn))
-        return self.convert(full, placement, eqn)
-
-    def _moved(self, value: Value, placement: Placement, eqn: Any) -> Any:
-        """Shards another dimension, or makes a sum of which each device has a part."""
-        x, old = jnp.asarray(value.array), value.placement
-        self.record("exchange" if old.is_sharded else "scatter", value.aval, eqn)
-        with self._named(eqn):
-            if not old.is_sharded:
-                return scatter_partial(x, placement.dim, self.axes)
-            moved = exchange_examples(x, old.dim, placement.dim, self.axes)
-            return checkpoint_name(moved, "expert_exchange")
-
-    def _make(self, value: Value) -> None:
-        """Makes a value that was put off."""
-        eqn, values = value.source
-        if value.extreme is not None:
-            raise one_batch_error(self, eqn)
-        if value.summed is not None:
-            raise sum_error(self.place(eqn))
-        if value.quotient is not None:
-            sums = [self.convert(value.quotient[0], PARTIAL, eqn)]
-            arrays = [*sums, self.convert(value.quotient[1], REPLICATED, eqn)]
-        else:
-            arrays = [self.convert(x, REPLICATED, eqn) for x in values]
-        with in_scope(eqn, "loss"):
-            (value.array,) = bind(eqn, arrays)
-
-    def _complete(self, value: Value, eqn: Any) -> Any:
-        """Makes a value replicated: sums it over the devices, or all-gathers it."""
-        kind = "sum" if value.placement == PARTIAL else "gather"
-        if value.placement.kept:
-            warn_of_kept(self, eqn)
-        if self.micro_batches > 1:
-            return self._sum_of_micro_batches(value, eqn)
-        self.record(kind, value.aval, eqn)
-        with self._named(eqn):
-            if kind == "sum":
-                return sum_partial(jnp.asarray(value.array), self.axes)
-            x, place = value.array, value.placement
-            how = (place.dim, place.outer, self.axes, self.partition.zigzag)
-            if is_key(x):
-                data = gather_examples(jax.random.key_data(x), *how)
-                return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-            return gather_examples(x, *how)
-
-    def _sum_of_micro_batches(self, value: Value, eqn: Any) -> Any:
-        """Returns a sum over all micro-batches, which a pass before this one has computed."""
-        if value.placement != PARTIAL or value.depends or self.bodies:
-            raise one_batch_error(self, eqn)
-        if self.known:
-            return self.known.pop(0)
-        raise NeedsSum(value.array)
-
-    def _part_from_nothing(self, value: Value, placement: Placement) -> Any:
-        """Makes this device's part of a value that depends on no example."""
-        eqn, values = value.source
-        name, shape, partition = eqn.primitive.name, value.aval.shape, self.partition
-        if name == "iota":
-            return iota_part(eqn, partition, placement)
-        if name == "broadcast_in_dim":
-            (operand,), mapping = values, eqn.params["broadcast_dimensions"]
-            wanted = REPLICATED
-            if placement.dim in mapping:
-                dim = mapping.index(placement.dim)
-                if operand.aval.shape[dim] == shape[placement.dim]:
-                    wanted = placement.on(dim)
-            local = partition.local_shape(shape, placement)
-            return bind(eqn, [self.convert(operand, wanted, eqn)], shape=local)[0]
-        if name == "random_bits":
-            key = self.convert(values[0], REPLICATED, eqn)
-            if can_draw_part(eqn, key):
-                return random_bits_part(eqn, key, partition, placement)
-        elif acts_by_entry(eqn):
-            operands = [self._entry_placement(x, shape, placement) for x in values]
-            pairs = zip(values, operands, strict=True)
-            return bind(eqn, [self.convert(x, place, eqn) for x, place in pairs])[0]
-        return partition.part_of(jnp.asarray(self.convert(value, REPLICATED, eqn)), placement)
-
-    def _entry_placement(self, x: Value, shape: Sequence[int], placement: Placement) -> Placement:
-        own = x.aval.shape
-        same = own and own[placement.dim] == shape[placement.dim]
-        return placement if same else REPLICATED
-
     @contextmanager
     def indexed(self, index: jax.Array, eqn: Any, statistics: bool = False) -> Iterator[None]:
         """Uses this index of the part, for a function that `eqn` calls.
@@ -383,49 +208,6 @@ class GlobalEvaluator:
                 yield
         finally:
             self.partition, self._takes_statistics = before
-
-    # ---- what is communicated
-
-    def record(self, kind: str, aval: Any, eqn: Any) -> None:
-        """Notes a collective that the loss needs."""
-        name = "result" if eqn is None else name_of(eqn)
-        if kind == "gather":
-            check_limit(self, aval, eqn)
-        self.transfers.append(Transfer.of(aval, kind, self._times, name, self._line_of(eqn)))
-
-    def place(self, eqn: Any) -> str:
-        """Names an equation and the user's line; None is the end of the loss."""
-        if eqn is None:
-            return "the result of the loss"
-        line = self._line_of(eqn)
-        return f"{name_of(eqn)} at {line}" if line else name_of(eqn)
-
-    def _line_of(self, eqn: Any) -> str:
-        """The user's line, of the caller where the equation itself was traced for another."""
-        return (eqn is not None and user_line(eqn)) or self._line
-
-    def _named(self, eqn: Any) -> AbstractContextManager[Any]:
-        """Names the equation to those who read what a loss communicates over a sequence axis."""
-        if self.is_last:
-            return nullcontext()
-        return needed_by("result" if eqn is None else name_of(eqn), self._line_of(eqn))
-
-    @contextmanager
-    def _called_by(self, eqn: Any) -> Iterator[None]:
-        before, self._line = self._line, self._line_of(eqn)
-        try:
-            yield
-        finally:
-            self._line = before
-
-    @contextmanager
-    def repeated(self, times: int) -> Iterator[None]:
-        """Counts what is recorded inside as often as a loop runs."""
-        before, self._times = self._times, self._times * times
-        try:
-            yield
-        finally:
-            self._times = before
 
 
 def _is_from_nothing(eqn: Any, values: Sequence[Value], decision: Decision) -> bool:

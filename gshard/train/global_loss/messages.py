@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gshard._util.errors import GShardError, warn
 from gshard.expert.balance import SCOPE as BALANCE
 from gshard.train.global_loss.placement import size_in_bytes
-from gshard.train.global_loss.registry import Evaluator
+from gshard.train.global_loss.registry import Converter
 
 _EXAMPLES = (
     "Compute each example independently (wrap a kernel that does so in gshard.by_examples), "
@@ -31,7 +31,7 @@ _POSITIONS = (
 )
 
 
-def warn_of_kept(evaluator: Evaluator, eqn: Any) -> None:
+def warn_of_kept(evaluator: Converter, eqn: Any) -> None:
     """Warns of a kept parameter that is all-gathered for an equation."""
     axis, over_layers = evaluator.axes[0], ""
     if eqn is not None and eqn.primitive.name == "scan":
@@ -47,7 +47,7 @@ def warn_of_kept(evaluator: Evaluator, eqn: Any) -> None:
     )
 
 
-def one_batch_error(evaluator: Evaluator, eqn: Any) -> GShardError:
+def one_batch_error(evaluator: Converter, eqn: Any) -> GShardError:
     """The error for what needs all examples at once, where they come in micro-batches."""
     place, count = evaluator.place(eqn), evaluator.micro_batches
     if eqn is not None and BALANCE in str(eqn.source_info.name_stack):
@@ -96,7 +96,7 @@ def per_example_error(value: Any) -> GShardError:
     )
 
 
-def check_limit(evaluator: Evaluator, aval: Any, eqn: Any) -> None:
+def check_limit(evaluator: Converter, aval: Any, eqn: Any) -> None:
     """Refuses to all-gather more than `gather_limit=` allows for one operation."""
     limit, size = evaluator.limit, size_in_bytes(aval) // evaluator.batches
     if limit is None or size <= limit:

@@ -19,8 +19,8 @@ from gshard.train.global_loss.positions import Positions
 from gshard.train.global_loss.transfers import Transfer
 
 
-class Evaluator(Protocol):
-    """What a rule uses of `evaluator.GlobalEvaluator`, which describes it."""
+class Converter(Protocol):
+    """What rules and messages use of `conversions.Conversions`, which describes it."""
 
     axes: tuple[str, ...]
     other_axes: tuple[str, ...]
@@ -31,14 +31,31 @@ class Evaluator(Protocol):
     of_examples: bool
     exchanges: bool
     bodies: int
-    returned: list[bool]
-    gathers: int
     transfers: list[Transfer]
 
     @property
     def is_last(self) -> bool:
         """Whether no other evaluation follows this one, over other axes."""
         ...
+
+    def repeated(self, times: int) -> AbstractContextManager[None]:
+        """Counts what is recorded inside as often as a loop runs."""
+        ...
+
+    def record(self, kind: str, aval: Any, eqn: Any) -> None:
+        """Notes a collective that the loss needs."""
+        ...
+
+    def place(self, eqn: Any) -> str:
+        """Names an equation and the user's line."""
+        ...
+
+
+class Evaluator(Converter, Protocol):
+    """What a rule uses of `evaluator.GlobalEvaluator`, which describes it."""
+
+    returned: list[bool]
+    gathers: int
 
     def arrays(
         self,
@@ -52,22 +69,10 @@ class Evaluator(Protocol):
         """Evaluates a body, from arrays of these placements to arrays of those."""
         ...
 
-    def repeated(self, times: int) -> AbstractContextManager[None]:
-        """Counts what is recorded inside as often as a loop runs."""
-        ...
-
     def indexed(
         self, index: jax.Array, eqn: Any, statistics: bool = False
     ) -> AbstractContextManager[None]:
         """Uses this index of the part, for a function that an equation calls."""
-        ...
-
-    def record(self, kind: str, aval: Any, eqn: Any) -> None:
-        """Notes a collective that the loss needs."""
-        ...
-
-    def place(self, eqn: Any) -> str:
-        """Names an equation and the user's line."""
         ...
 
 

@@ -20,7 +20,8 @@ from gshard._util.jaxpr_dataflow import inputs_used
 from gshard.sharding.group import Group
 from gshard.train.comm.examples import gather_examples, sum_partial
 from gshard.train.fsdp.trace_loss import trace_loss
-from gshard.train.global_loss.evaluator import GlobalEvaluator, NeedsSum
+from gshard.train.global_loss.conversions import NeedsSum
+from gshard.train.global_loss.evaluator import GlobalEvaluator
 from gshard.train.global_loss.messages import per_example_error
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
 from gshard.train.global_loss.transfers import Transfer

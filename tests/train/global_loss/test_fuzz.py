@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gshard._util.errors import GShardError
 from gshard.sharding.group import Group
-from gshard.train.global_loss.evaluator import NeedsSum
+from gshard.train.global_loss.conversions import NeedsSum
 from gshard.train.global_loss.shares import GlobalBatch
 from gshard.train.loss import add_sums, as_sums, reduce_sums
 from tests.train.global_loss.random_programs import PROGRAMS, Program, arrays_of, loss_of
