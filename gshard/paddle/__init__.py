@@ -20,7 +20,8 @@ from gshard.paddle.checkpoint import load_group_sharded_model, save_group_sharde
 from gshard.paddle.group_sharded import group_sharded_parallel
 from gshard.train_state.nonfinite import GradScaler
 from gshard.wrapped.data_parallel import DataParallel, fused_allreduce_gradients
-from gshard.wrapped.state_dict import load, save, set_state_dict, state_dict
+from gshard.wrapped.files import load, save
+from gshard.wrapped.state_dict import set_state_dict, state_dict
 
 __all__ = [
     "DataParallel",

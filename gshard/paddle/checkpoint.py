@@ -8,12 +8,11 @@ from typing import Any
 from gshard._util.errors import GShardError
 from gshard._util.validation import shown
 from gshard.paddle.grad_scaler import kept_by
+from gshard.wrapped.files import load, save
 from gshard.wrapped.state_dict import (
     check,
     check_optimizer_values,
     differing_names,
-    load,
-    save,
     set_values,
 )
 from gshard.wrapped.wrapped_model import Wrapped, kept

@@ -19,7 +19,7 @@ from gshard.pytorch.distributed_data_parallel import DistributedDataParallel
 from gshard.pytorch.join import Join
 from gshard.pytorch.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from gshard.wrapped.data_parallel import DataParallel
-from gshard.wrapped.state_dict import load, save
+from gshard.wrapped.files import load, save
 
 __all__ = [
     "DataParallel",
