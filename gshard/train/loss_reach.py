@@ -41,7 +41,8 @@ class CheckedLoss(MicroBatchLoss):
 
     def refuse_unreached(self, name: str) -> None:
         """Refuses a loss, by its name, whose gradient was traced and is zero for all parameters."""
-        if self.stored and not self.differentiated:
+        has_entries = any(0 not in layout.shape for layout in self.stored)
+        if has_entries and not self.differentiated:
             raise GShardError(
                 f"{name} does not depend on the parameters that it is given: their gradient is "
                 "zero. Either it ignores its first argument, perhaps because it uses parameters or "

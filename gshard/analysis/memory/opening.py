@@ -85,6 +85,7 @@ class _Builder:
         self.program, self.barriers, self.platform = program, barriers, platform
         self.env: dict[Any, int] = {}
         self.known: dict[Any, list[int]] = {}
+        self.scope = ""  # the name stack of the call that is being opened
 
     def read(self, v: Any) -> int:
         return _Free(_plain(v.val)) if isinstance(v, core.Literal) else self.env[v]
@@ -108,7 +109,9 @@ class _Builder:
                 outs = self._shard_map(eqn, ins)
             elif body is not None:
                 ins = self._behind_barrier(eqn, ins)
+                outer, self.scope = self.scope, self._where(eqn)
                 outs = self._inline(*body, ins, inside)
+                self.scope = outer
             elif name in _SAME:
                 outs = self._same(eqn, ins)
             elif name == "scan" and eqn.params["length"] > 1:
@@ -122,6 +125,10 @@ class _Builder:
             else:
                 outs = self._op(eqn, ins, inside)
             self.env.update(zip(eqn.outvars, outs, strict=True))
+
+    def _where(self, eqn: Any) -> str:
+        """The name stack of an equation; that in a call is relative to the call's own."""
+        return "/".join(filter(None, (self.scope, str(eqn.source_info.name_stack))))
 
     def _inline(
         self, jaxpr: Any, consts: Sequence[Any], ins: Sequence[int], inside: bool
@@ -143,7 +150,7 @@ class _Builder:
     def _barrier(self, ins: list[int], eqn: Any) -> list[int]:
         held = [i for i in dict.fromkeys(ins) if i != FREE]
         outs = {i: self.program.new(self.program.values[i]) for i in held}
-        where = str(eqn.source_info.name_stack)
+        where = self._where(eqn)
         self.program.ops.append(Op("optimization_barrier", held, list(outs.values()), {}, where))
         return [outs.get(i, i) for i in ins]
 
@@ -211,7 +218,7 @@ class _Builder:
             if key in self.known:
                 return self.known[key]
         outs = [self.program.new(value) for value in values]
-        where = str(eqn.source_info.name_stack)
+        where = self._where(eqn)
         self.program.ops.append(Op(name, list(ins), outs, eqn.params, where, **more))
         if key is not None:
             self.known[key] = outs
@@ -227,7 +234,7 @@ class _Builder:
         key = ("broadcast_in_dim", i, value)
         if key not in self.known:
             self.known[key] = [self.program.new(value)]
-            where = str(eqn.source_info.name_stack)
+            where = self._where(eqn)
             self.program.ops.append(Op("broadcast_in_dim", [i], self.known[key], {}, where))
         return self.known[key][0]
 

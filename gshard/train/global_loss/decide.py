@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import Literal
@@ -39,9 +40,11 @@ def decide(
     eqn: Any,
     placements: Sequence[Placement],
     positions: Sequence[Positions | None] = (),
+    depends: Sequence[bool] = (),
 ) -> Decision:
     """Returns how an equation is evaluated; there is always a way."""
-    given = Given(eqn, list(placements), list(positions) or [None] * len(placements), evaluator)
+    known = list(positions) or [None] * len(placements)
+    given = Given(eqn, list(placements), known, evaluator, depends)
     found = decide_by_cost(given, _decide, _candidates) if evaluator.exchanges else _decide(given)
     pairs = zip(placements, found.operands, strict=True)
     evaluator.gathers += any(p.is_sharded and p != wanted for p, wanted in pairs)
@@ -80,6 +83,8 @@ def _attempts(given: Given) -> Iterator[Given]:
     yield given
     placements = given.placements
     partial = [i for i, p in enumerate(placements) if p == PARTIAL]
+    if given.depends and given.evaluator.micro_batches > 1:  # others can be summed before
+        partial.sort(key=lambda i: not given.depends[i])
     for i in partial if len(partial) > 1 else ():
         yield _with(given, [p if j == i else _summed(p) for j, p in enumerate(placements)])
     summed = [_summed(p) for p in placements]
@@ -160,4 +165,4 @@ def _summed(placement: Placement) -> Placement:
 
 
 def _with(given: Given, placements: list[Placement]) -> Given:
-    return Given(given.eqn, placements, given.positions, given.evaluator)
+    return replace(given, placements=placements)

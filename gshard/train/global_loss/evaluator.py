@@ -129,7 +129,8 @@ class GlobalEvaluator(Conversions):
         known = [x.positions for x in values]
         positions = positions_of(eqn, known) if eqn.outvars else None
         depends = name != "stop_gradient" and any(x.depends for x in values)
-        decision = decide(self, eqn, [x.placement for x in values], known)
+        places, own = [x.placement for x in values], [x.depends for x in values]
+        decision = decide(self, eqn, places, known, own)
         if name in ("pmax", "pmin") and is_own_collective(eqn, self.axes):
             return values
         if is_own_sum(eqn, self.axes):

@@ -98,12 +98,17 @@ class Decision:
 
 @dataclass(frozen=True)
 class Given:
-    """An equation, with the placements of its operands and what is known of their values."""
+    """An equation, with the placements of its operands and what is known of their values.
+
+    Attributes:
+      depends: of each operand, whether it depends on what is differentiated; empty if not known.
+    """
 
     eqn: Any
     placements: list[Placement]
     positions: list[Positions | None]
     evaluator: Evaluator
+    depends: Sequence[bool] = ()
 
     @property
     def params(self) -> dict[str, Any]:

@@ -98,12 +98,22 @@ def rematerialized(p: Any, b: Any) -> jax.Array:
     return jnp.sum(found, where=valid) / valid.sum()
 
 
+def balanced(p: Any, b: Any, fractions_first: bool = True) -> jax.Array:
+    """Adds the balancing loss of a mixture of experts: chosen fractions times probabilities."""
+    chances = jax.nn.softmax(logits(p, b))
+    fractions = jax.nn.one_hot(chances.argmax(-1), CLASSES).mean(0)
+    factors = (fractions, chances.mean(0)) if fractions_first else (chances.mean(0), fractions)
+    return losses(p, b).mean() + CLASSES * (factors[0] * factors[1]).sum()
+
+
 # Each loss, and whether it is a sum or quotient of sums over examples.
 LOSSES: dict[str, tuple[Callable[..., Any], bool]] = {
     "mean": (lambda p, b: losses(p, b).mean(), True),
     "masked mean": (masked, True),
     "penalized": (penalized, True),
     "integer count": (integer_count, True),
+    "balanced": (balanced, True),
+    "balanced, in the other order": (partial(balanced, fractions_first=False), True),
     "sum": (lambda p, b: losses(p, b).sum() / 9, True),
     "numbered": (numbered, True),
     "dropout": (dropped, True),
@@ -186,6 +196,7 @@ LAYOUTS += [(level, n, r, 4) for level in LEVELS for n, r in ((2, 1), (8, 2))]
 CASES = [(name, *layout) for name in LOSSES for layout in LAYOUTS]
 QUICK = [
     ("penalized", "p_g_os", 2, 1, 4),
+    ("balanced", "p_g_os", 2, 1, 4),
     ("dropout", "p_g_os", 8, 2, 4),
     ("scan", "p_g_os", 5, 1, 1),
     ("batch statistics", "p_g_os", 8, 2, 1),
