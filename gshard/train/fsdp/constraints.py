@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from gshard._util.custom_calls import CUSTOM, inputs_like, rebuilt
 from gshard._util.errors import GShardError
-from gshard._util.jaxpr import user_line, with_inner
+from gshard._util.jaxpr import all_equations, user_line, with_inner
 from gshard.sharding.group import entry_axes
 from gshard.sharding.topology import SEQUENCE
 
@@ -155,6 +155,19 @@ def shard_map_error(line: str, axes: Sequence[str]) -> GShardError:
 def bracketed(line: str) -> str:
     """` (line)`; empty where it is not known."""
     return f" ({line})" if line else ""
+
+
+def other_mesh(jaxpr: Any, here: AbstractMesh) -> AbstractMesh | None:
+    """The mesh of the first constraint whose result has a mesh other than this in its type.
+
+    JAX accepts it, and may refuse what is computed from it, such as the gradient of a `relu`.
+    """
+    for eqn in all_equations(jaxpr):
+        if _spec_of(eqn) is not None:
+            mesh = eqn.outvars[0].aval.sharding.mesh
+            if not mesh.empty and mesh != here:
+                return mesh
+    return None
 
 
 def _manual(eqn: Any) -> set[str]:

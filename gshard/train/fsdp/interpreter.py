@@ -214,7 +214,16 @@ def _evaluate_scan(
 
 def _warn_of_sharded_stacks(values: Sequence[Any]) -> None:
     """Warns of stacks that are sharded on the scanned dimension, unless a rule asked for that."""
-    specs = [v.spec for v in values if isinstance(v, LazyParam) and not v.spec.scannable]
+    params = [v for v in values if isinstance(v, LazyParam)]
+    views = [v.spec for v in params if v.base is not None]
+    views = [x for x in views if x.stored.dim is not None or x.reduced.dim is not None]
+    if views:
+        warn(
+            f"a scan iterates over {some(x.reduced.path for x in views)} transposed or reshaped: "
+            f"the full stack{_what_is_moved(views)}, and not a layer at a time. Store the stack "
+            "with its layers in dimension 0, and scan over it as it is."
+        )
+    specs = [v.spec for v in params if v.base is None and not v.spec.scannable]
     others = [x.path for x in (s.stored for s in specs) if x.model_axes and x.model_axes[0]]
     if others:
         warn(
@@ -225,14 +234,17 @@ def _warn_of_sharded_stacks(values: Sequence[Any]) -> None:
     specs = [x for x in specs if x.stored.path not in others and x.reduced.scan_dim != 0]
     if specs:
         paths = [spec.reduced.path for spec in specs]
-        gathered = any(spec.stored.dim is not None for spec in specs)
-        what = "all-gathered before the scan" if gathered else "reduce-scattered after the scan"
         warn(
             f"a scan iterates over dimension 0 of {some(paths)}, which is the sharded one: the "
-            f"full stack{'' if gathered else ' of gradients'} is {what}, and not a layer at a "
-            f"time. Name that dimension: shard_train_state(..., scan_axes={{'^{paths[0]}$': 0}}), "
-            "or a pattern for all."
+            f"full stack{_what_is_moved(specs)}, and not a layer at a time. Name that dimension: "
+            f"shard_train_state(..., scan_axes={{'^{paths[0]}$': 0}}), or a pattern for all."
         )
+
+
+def _what_is_moved(specs: Sequence[GatherSpec]) -> str:
+    if any(spec.stored.dim is not None for spec in specs):
+        return " is all-gathered before the scan"
+    return " of gradients is reduce-scattered after the scan"
 
 
 def _keep_all_but_layers(layers: Sequence[LazyParam]) -> Callable[..., bool]:

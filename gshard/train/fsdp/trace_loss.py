@@ -23,13 +23,14 @@ from gshard._util.jaxpr import abstract_like
 from gshard._util.tracebacks import line_of_error
 from gshard.sharding.padded_storage import explain_shapes, warn_of_padding
 from gshard.sharding.topology import SEQUENCE
-from gshard.train.fsdp.constraints import Change, bracketed, shard_map_error
+from gshard.train.fsdp.constraints import Change, bracketed, other_mesh, shard_map_error
 
 _ABOUT_MESHES = re.compile(
-    r"with_sharding_constraint|not found in mesh|\bshard_map\b|context mesh|"
+    r"with_sharding_constraint|not found in mesh|\bshard_map\b|[Cc]ontext mesh|"
     "only valid for values of rank"
 )
 _EXPLICIT = re.compile(r"PartitionSpec passed to|AxisType is not allowed|under a mesh context")
+_DIFFER = re.compile(r"must have (equal|identical) types")
 _MISSING = re.compile(r"axis: (\S+) of (P\(.*?\)) is not found in mesh")
 _MUTATED = re.compile(r"Cannot mutate (\w+) from a different trace level")  # Flax's
 _UNBOUND = re.compile(r"unbound axis name: ([^\s.]+)")
@@ -56,7 +57,11 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
                 closed, shapes = make(
                     *(args if mesh is None else jax.tree.map(abstract_like, args))
                 )
-            break
+            other = other_mesh(closed.jaxpr, here if mesh is None else mesh)
+            if other is None or (mesh is not None and mesh.empty):
+                break
+            refused.append(ValueError(f"the constraint is over {other}, which is another mesh"))
+            mesh = _mesh_of_user(here, missing) if mesh is None else AbstractMesh((), ())
         except NameError as error:
             name = _UNBOUND.search(str(error))
             if name is None or name[1] in unbound:
@@ -81,6 +86,12 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
             else:
                 mesh = _mesh_of_user(here, missing) if mesh is None else AbstractMesh((), ())
             refused.append(error)
+        except TypeError as error:  # types of a loop also differ by mesh, which JAX does not print
+            if not _DIFFER.search(str(error)) or (mesh is not None and mesh.empty):
+                explain_shapes(error)
+                raise
+            refused.append(error)
+            mesh = _mesh_of_user(here, missing) if mesh is None else AbstractMesh((), ())
         except Exception as error:
             if found := _MUTATED.search(str(error)):
                 raise _mutation_refusal(found[1], error) from error
@@ -89,7 +100,7 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
     ignored = model_axes if mesh is not None and mesh.empty else []
     for error in missing.values():
         _warn_of_missing(error, ignored)
-    if ignored and not missing and "shard_map" not in str(refused[0]):
+    if ignored and not missing and "passed to shard_map" not in str(refused[0]):
         _warn_of_ignored(refused[0], ignored)
     warn_of_padding(closed.consts)
     change = Change(tuple(axes), here, frozenset(unbound), mesh is not None)

@@ -228,6 +228,27 @@ def test_a_stack_sharded_on_its_layers_is_gathered_before_the_scan(level):
     np.testing.assert_allclose(grads["stack"], expected["stack"], atol=2e-6)
 
 
+@pytest.mark.parametrize("level", quick(["os_g", "p_g_os"], ["p_g_os"]))
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_transposed_stack_is_gathered_before_the_scan_and_that_is_said(level, axis):
+    """Whatever `scan_axes` says: the advice to set it would change nothing."""
+    transposed = {**params(), "stack": np.moveaxis(params()["stack"], 0, 1)}
+
+    def loss(p, batch):
+        return LOSSES["scan"]({**p, "stack": jnp.moveaxis(p["stack"], 1, 0)}, batch)
+
+    state, plan = gshard.shard_train_state(
+        (transposed, optax.sgd(0.1)), gshard.make_mesh(), level, scan_axes={"stack": axis},
+        min_shard_size=16,
+    )  # fmt: skip
+    with pytest.warns(gshard.GShardWarning, match="over stack transposed or reshaped: the") as seen:
+        _, grads = jax.jit(gshard.value_and_grad(loss, plan))(state.params, rows())
+    assert len(seen) == 1
+    full = plan.unwrap(state.replace(params=grads)).params["stack"]
+    _, expected = one_device(loss, transposed, rows())
+    np.testing.assert_allclose(full, expected["stack"], atol=2e-6)
+
+
 def test_a_parameter_used_often_is_gathered_once_and_scattered_once():
     fun, state, _ = divided(tied, "p_g_os", bucket_size=0)
     text = fun.lower(state.params, rows()).as_text()

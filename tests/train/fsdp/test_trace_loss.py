@@ -198,6 +198,66 @@ def test_a_constraint_to_another_mesh_is_ignored():
     assert_same_step(loss, plain, gshard.make_mesh())
 
 
+AFTER_A_CONSTRAINT = {
+    "relu": jax.nn.relu,
+    "full_like": lambda y: y * jnp.full_like(y, 2.0),
+    "dropout": lambda y: nn.Dropout(0.5, deterministic=False).apply(
+        {}, y, rngs={"dropout": jax.random.key(3)}
+    ),
+}
+
+
+@ignored
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+@pytest.mark.parametrize("name", AFTER_A_CONSTRAINT)
+@pytest.mark.parametrize("own", ["the mesh of the plan", "one with model axes", "one device"])
+def test_what_follows_a_constraint_of_a_mesh_has_the_gradient_of_one_device(own, name, level):
+    """The result of such a constraint has that mesh in its type, which JAX compares later."""
+    after, mesh = AFTER_A_CONSTRAINT[name], gshard.make_mesh()
+    if own == "one with model axes":
+        mesh = gshard.make_mesh(extra={"model": 2})
+    here = (
+        jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]) if own == "one device" else mesh
+    )
+
+    def loss(params, x, constrained=True):
+        y = x @ params["w"]
+        if constrained:
+            y = jax.lax.with_sharding_constraint(y, NamedSharding(here, jax.P()))
+        return jnp.square(after(y)).mean()
+
+    assert_same_step(loss, lambda p, x: loss(p, x, constrained=False), mesh, level=level)
+
+
+@ignored
+def test_a_constraint_to_another_mesh_beside_model_axes_is_said():
+    other = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+
+    def loss(params, x):
+        y = jax.lax.with_sharding_constraint(x @ params["w"], NamedSharding(other, jax.P()))
+        return jnp.tanh(jnp.tanh(y)).mean()
+
+    with pytest.warns(gshard.GShardWarning, match="ignored with it.*JAX says: Closing over"):
+        assert_same_step(loss, plain, gshard.make_mesh(extra={"model": 2}))
+
+
+@ignored
+def test_a_constraint_to_one_device_in_loops():
+    """JAX compares the types of what a loop carries, with their meshes."""
+    other = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    loss = hinted(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(other, jax.P())))
+    assert_same_step(loss, plain, gshard.make_mesh())
+
+
+def test_types_that_differ_in_a_loop_are_refused_in_the_words_of_jax():
+    def loss(params, x):
+        half = lambda y, _: (y.astype(jnp.bfloat16), None)  # noqa: E731
+        return jax.lax.scan(half, x @ params["w"], None, 2)[0].mean()
+
+    with pytest.raises(TypeError, match="equal types(.|\n)*float32(.|\n)* bfloat16"):
+        one_step(loss, gshard.make_mesh())
+
+
 @ignored
 def test_a_constraint_that_does_not_fit_its_array_is_refused_in_the_words_of_jax():
     loss = hinted(lambda x: jax.lax.with_sharding_constraint(x, jax.P("shard", None, "model")))
