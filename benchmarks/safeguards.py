@@ -6,7 +6,8 @@ With them: numbered batches of a `DataLoader`, comparison of programs and batche
 arguments, a watchdog, a status file as `gshard launch` has it, and at `os` a comparison of replicas
 every 100 steps. Without: the same stages compiled without batch numbers, called directly. Both are
 processes of their own that run ten steps each in turn. A step's time differs by up to a fifth from
-process to process, so each ratio is of new processes, and the bounds hold the spread between them.
+process to process, so each ratio comes from a new pair of processes, and the bounds include this
+spread.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def program(model: str, devices: int, level: str, guarded: bool) -> Callable[[],
 
 
 def pair(args: argparse.Namespace, processes: int, level: str) -> tuple[float, float]:
-    """Seconds of ten steps with safeguards and without, in two new groups of processes."""
+    """Median seconds of ten steps with safeguards and without, in two new groups of processes."""
     with tempfile.TemporaryDirectory() as folder:
         groups = {}
         try:
@@ -104,7 +105,7 @@ def main() -> None:
     parser.add_argument("--levels", nargs="*", default=["os", "p_g_os"])
     parser.add_argument("--model", choices=PROBLEMS, default="gpt")
     parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--pairs", type=int, default=10, help="of new processes")
+    parser.add_argument("--pairs", type=int, default=10, help="pairs of new processes to time")
     parser.add_argument("--rounds", type=int, default=20, help="of ten steps each, in a pair")
     parser.add_argument("--serve", choices=("with", "without"), help=argparse.SUPPRESS)
     parser.add_argument("--status", help=argparse.SUPPRESS)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import core
 from jax.dtypes import canonicalize_dtype
@@ -26,7 +27,7 @@ from gshard.train.gradients import LocalGradients
 from gshard.train.shard_train_state import shard_leaf
 from gshard.train_state import FROZEN, PARAMETERS, Components
 
-PARAMS, MASTER = "params/", "opt_state/master/"
+PARAMS, OPT_STATE, MASTER = "params/", "opt_state/", "opt_state/master/"
 FIELDS = "non_trainable/"
 FIELDS_OF_PARAMETERS = tuple(f"{FIELDS}{x}/" for x in PARAMETERS)
 FROZEN_PARAMS = f"{FIELDS}{FROZEN}/"
@@ -92,14 +93,17 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
 def _can_be_saved(path: str, x: Any, layout: Layout) -> bool:
     """Whether an array has the dtype of its layout, and its shape with or without padding.
 
-    An optimizer may change the dtype of its state. JAX stores NumPy's 64-bit numbers in 32 bits.
+    An optimizer may change the dtype of its state. JAX stores NumPy's 64-bit numbers in 32 bits,
+    unless jax_enable_x64 is on.
     """
     has_dtype = True  # a Python number is converted
-    if isinstance(x, jax.Array):
+    if hasattr(x, "dtype"):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        dtype = x.dtype if is_key else canonicalize_dtype(x.dtype)
         is_free = not path.startswith((PARAMS, MASTER, *FIELDS_OF_PARAMETERS))
-        has_dtype = is_free or x.dtype == layout.dtype
-    elif hasattr(x, "dtype"):
-        has_dtype = canonicalize_dtype(x.dtype) == layout.dtype
+        if not isinstance(x, jax.Array):
+            is_free = path.startswith(OPT_STATE) and jnp.issubdtype(dtype, jnp.floating)
+        has_dtype = is_free or dtype == layout.dtype
     return has_dtype and np.shape(x) in (layout.shape, layout.stored_shape)
 
 

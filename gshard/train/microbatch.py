@@ -26,7 +26,6 @@ from gshard.train.comm.reduce import accumulation_layouts
 from gshard.train.fsdp.gather_bucket import GatherScope, gather_specs, grad_sinks
 from gshard.train.fsdp.interpreter import with_sharded_params
 from gshard.train.fsdp.lazy_param import gathered
-from gshard.train.global_loss.conversions import NeedsSum
 from gshard.train.global_loss.experts import Experts, kept_dims, refuse_per_device
 from gshard.train.global_loss.sequences import Sequences, counted_once
 from gshard.train.global_loss.shares import GlobalBatch
@@ -338,19 +337,20 @@ def total_weight(one: MicroBatchLoss, given: DeviceInputs) -> jax.Array | None:
 
 
 def with_sums(one: MicroBatchLoss, given: DeviceInputs, run: Callable[[], T]) -> T:
-    """Calls `run`, and again after each sum over the global batch that the loss turns out to need.
+    """Calls `run` until it needs no sum that is not known, and computes each one it asks for.
 
-    Such a sum is computed from all micro-batches before the first of them takes its gradient. It
-    depends on no parameter that is trained, like a count of tokens, so that XLA removes the model
-    from that pass.
+    Such a sum over the global batch is computed from all micro-batches before the first of them
+    takes its gradient. Like a count of tokens, it depends on no trained parameter, so XLA removes
+    the model from that pass.
     """
     batch = one.global_batch
     while True:
-        try:
-            return run()
-        except NeedsSum:
-            total = _sum(one.next_sum, one, given)
-            batch.known.append(reduce_scalar(total, batch.axes))
+        batch.lacks_sum = False
+        found = run()
+        if not batch.lacks_sum:
+            return found
+        total = _sum(one.next_sum, one, given)
+        batch.known.append(reduce_scalar(total, batch.axes))
 
 
 def _sum(term: Callable[[DeviceInputs, Any], Any], one: MicroBatchLoss, given: DeviceInputs) -> Any:

@@ -47,7 +47,7 @@ class Stages:
         self.scaler: GradScaler | None = given if given is not None and given.enable else None
         self.loss_transfers: tuple[Transfer, ...] | None = None
 
-    def run(
+    def train_step(  # the name of the program in profiles
         self, leaves: list[Any], structure: Any, batch: Any, rng: Any, row: Any = None
     ) -> tuple[list[Any], dict[str, Any], Guard, Any, Any]:
         """Returns the leaves of the new state, the metrics, and what the host checks later.

@@ -248,7 +248,7 @@ class TrainStep:
             form = jax.ShapeDtypeStruct((), options.rng.dtype, sharding=same)
             self._rng = placed(options.rng, form)
         self.jitted: Any = jax.jit(
-            self._stages.run,
+            self._stages.train_step,
             static_argnums=1,
             donate_argnums=(0,) if options.donate else (),
             out_shardings=(shardings, same, same, same, flags_sharding(plan)),

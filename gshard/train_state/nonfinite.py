@@ -275,7 +275,7 @@ class Watch:
     def __init__(self, most: int | None, describe: Callable[..., str], has_scaler: bool = False):
         self._most, self._describe = most, describe
         self._fix = (
-            "lower init_loss_scaling= of the scaler"
+            "lower the scaler's init_loss_scaling="
             if has_scaler
             else "with float16 pass scaler=gshard.GradScaler()"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,20 +44,20 @@ class _Linen(nnx.bridge.ToNNX):
             return super().__call__(*args, **by_name)
         except InvalidRngError as error:
             raise GShardError(
-                "the Linen module draws random numbers (dropout), and its variables contain no "
-                "key. Wrap it with one: nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0))"
-                ".lazy_init(inputs) in place of (module, variables); each call draws new numbers. "
-                f"Or turn that off in the call, as in model(x, deterministic=True). {_said(error)}"
+                "the Linen module draws random numbers, as dropout does, and its variables contain "
+                "no key. To turn dropout off, pass the module's own flag, such as "
+                "deterministic=True or train=False. To keep it, wrap "
+                "nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(inputs) instead of (module, "
+                "variables). This initializes new parameters: copy yours into it if they are "
+                f"trained. Flax says: {str(error).partition(' (https:')[0]}"
             ) from error
         except ModifyScopeVariableError as error:
+            found = re.search(r'collection "(\w+)"', str(error))
+            name = found[1] if found else "batch_stats"
             raise GShardError(
-                "the Linen module changes variables (BatchNorm): name their collections in the "
-                f"call, model(x, mutable=['batch_stats']). {_said(error)}"
+                f"the Linen module changes its collection {name!r} during the call, as BatchNorm "
+                f"does. Say that it may: model(x, mutable=[{name!r}])."
             ) from error
-
-
-def _said(error: Exception) -> str:
-    return f"Flax says: {str(error).partition(' (https:')[0]}"
 
 
 def as_module(model: Any, call: str, kind: type[Wrapped]) -> nnx.Module:

@@ -29,8 +29,8 @@ from gshard.train.global_loss.transfers import Transfer, needed_by
 from gshard.train.global_loss.value import Value
 
 
-class NeedsSum(Exception):  # not an error: it ends a trace
-    """The loss needs a sum over all micro-batches that is not known yet; this is its part."""
+class NeedsSum(Exception):  # not an error: it ends the evaluation of a loss
+    """A sum over all micro-batches is not known; `partial` is this micro-batch's part of it."""
 
     def __init__(self, partial: jax.Array):
         super().__init__()
@@ -161,7 +161,7 @@ class Conversions:
             return gather_examples(x, *how)
 
     def _sum_of_micro_batches(self, value: Value, eqn: Any) -> Any:
-        """Returns a sum over all micro-batches, which a pass before this one has computed."""
+        """Returns a sum over all micro-batches if it is known; else it raises `NeedsSum`."""
         if value.placement != PARTIAL or value.depends or self.bodies:
             raise one_batch_error(self, eqn)
         if self.known:

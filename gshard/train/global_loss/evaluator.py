@@ -49,7 +49,7 @@ _FROM_NOTHING = ("iota", "broadcast_in_dim", "random_bits")
 class GlobalEvaluator(Conversions):
     """Evaluates jaxprs of the global batch, inside a `shard_map` over the data axes.
 
-    Its arguments, and further attributes, are those of `Conversions`.
+    Takes the arguments of `Conversions`, and adds these attributes.
 
     Attributes:
       gathers: how many equations were decided to need all examples of an operand.

@@ -41,6 +41,7 @@ class GlobalBatch:
       limit: bytes that one operation may all-gather; None for any number.
       statistics: whether the state has fp8 statistics.
       collects: whether `shares` returns this part of the first sum that is not known.
+      lacks_sum: whether a sum was not known.
       transfers: what the last evaluation communicates.
     """
 
@@ -52,6 +53,7 @@ class GlobalBatch:
     limit: int | None = None
     statistics: bool = False
     collects: bool = False
+    lacks_sum: bool = False
 
     @property
     def parts(self) -> int:
@@ -129,17 +131,16 @@ class GlobalBatch:
         """Returns the share of this part of what a `NormalizedLoss` returns; `args` as in `values`.
 
         A weight of None is 1 for the sum of all shares. Auxiliary outputs and updates are
-        `Weighted` or `Reduced`; updates of one of several batches are arrays.
-
-        Raises:
-          NeedsSum: there are several micro-batches, and a sum over them is not known.
+        `Weighted` or `Reduced`; updates of one of several batches are arrays. Of several
+        micro-batches a sum may be unknown: then it sets `lacks_sum`, and returns a loss of 0.
         """
         try:
             return self._shares(fun, by_examples, trained, *args)
         except NeedsSum as sums:
-            if not self.collects:
-                raise
-            return sums.partial
+            if self.collects:
+                return sums.partial
+        self.lacks_sum = True  # JAX keeps what a trace that ends by an exception has read
+        return jnp.float32(0), (None, None, {})
 
     def _shares(self, fun: Callable[..., Any], by_examples: bool, trained: int, *args: Any) -> Any:
         evaluator, (total, (weight, aux, updates)) = self.values(fun, trained, *args)

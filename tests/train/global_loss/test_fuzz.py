@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from gshard._util.errors import GShardError
 from gshard.sharding.group import Group
-from gshard.train.global_loss.conversions import NeedsSum
 from gshard.train.global_loss.shares import GlobalBatch
 from gshard.train.loss import add_sums, as_sums, reduce_sums
 from tests.train.global_loss.random_programs import PROGRAMS, Program, arrays_of, loss_of
@@ -52,20 +51,16 @@ def in_parts(program: Program, devices: int, micro_batches: int, params: Any, ba
         return loss.astype(jnp.float32), (None, aux, {})
 
     def one_device(leaves: Any, batch: Any, key: Any) -> Any:
-        known: list[jax.Array] = []
+        parts = GlobalBatch(group, micro_batches)
 
         def share(leaves: Any, i: int, collects: bool = False) -> Any:
-            parts = GlobalBatch(group, micro_batches, known=known, collects=collects)
+            parts.collects, parts.lacks_sum = collects, False
             own = jax.tree.map(lambda x: x[i], batch)
             return parts.shares(form, False, len(leaves), leaves, own, key, i)
 
-        while True:
-            try:
-                share(leaves, 0)
-                break
-            except NeedsSum:
-                sums = [share(leaves, i, collects=True) for i in range(micro_batches)]
-                known.append(jax.lax.psum(sum(sums), AXIS))
+        while share(leaves, 0) and parts.lacks_sum:
+            sums = [share(leaves, i, collects=True) for i in range(micro_batches)]
+            parts.known.append(jax.lax.psum(sum(sums), AXIS))
 
         def total(leaves: Any) -> Any:
             shares = [share(leaves, i) for i in range(micro_batches)]

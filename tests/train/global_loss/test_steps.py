@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -372,7 +373,7 @@ def test_a_clipped_masked_mean_is_divided_by_the_mask_of_all_axes(axis):
 
 
 @pytest.mark.parametrize("loss, sums", [(numbered, 0), (penalized, 1)])
-def test_micro_batches_trace_the_loss_once_and_twice_more_for_each_sum_before_them(loss, sums):
+def test_each_sum_before_the_micro_batches_takes_two_more_traces(loss, sums):
     calls = []
 
     def counted(p, b):
@@ -383,6 +384,27 @@ def test_micro_batches_trace_the_loss_once_and_twice_more_for_each_sum_before_th
     step = gshard.make_train_step(counted, plan, micro_batches=2)
     step(state, batch(0, 12))
     assert len(calls) == 1 + 2 * sums  # one that ends at the sum, and one that computes it
+
+
+def test_nothing_is_kept_of_a_loss_that_needs_a_sum_before_the_micro_batches():
+    """JAX keeps what a trace has read that ends by an exception."""
+    shape = (INPUTS, 997)
+
+    def train() -> None:
+        teacher = jnp.ones(shape)
+
+        def loss(p, b):
+            return (b["x"] @ teacher).mean() * p["w"].mean() + penalized(p, b)
+
+        state, plan = sharded("p_g_os", 3)
+        step = gshard.make_train_step(loss, plan, micro_batches=2)
+        jax.block_until_ready(step(state, batch(0, 12)))
+
+    train()
+    gc.collect()
+    jax.clear_caches()
+    gc.collect()
+    assert not [x for x in jax.live_arrays() if x.shape == shape]
 
 
 def test_a_value_that_is_put_off_is_in_no_scope_of_what_reads_it():
