@@ -58,7 +58,7 @@ def load_balancing_loss(logits: Any, routing: Routing, *, by_group: bool = False
       logits: (G, T, E), those of the routing.
       routing: of these logits.
       by_group: the mean of the losses of single groups. Otherwise f and P are means over the whole
-        batch, which a step with several micro-batches does not know: use `by_group=True` there.
+        batch: a step with several micro-batches runs the model forward once more for that.
 
     Returns:
       A float32 scalar.

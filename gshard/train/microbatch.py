@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from gshard._util.arrays import cast
 from gshard._util.errors import warn
+from gshard._util.jaxpr_dataflow import inputs_used
 from gshard._util.pytree import flatten
 from gshard._util.tracebacks import named_as
 from gshard.sequence.order import Order
@@ -203,6 +204,8 @@ class MicroBatchLoss:
             return self.global_batch.shares(fun, self.options.by_examples, trained, *args, i)
 
         def prepare(jaxpr: Any, inputs: list[Any], trace: Callable[..., Any]) -> list[Any]:
+            if self.global_batch.collects:
+                self._warn_of_forward_pass(jaxpr)
             paths = dict(enumerate(names, n))  # by position among the inputs
             self.inner_transfers = [
                 transfer for axis in self.inner_axes for transfer in transfers_over(axis, jaxpr)
@@ -227,6 +230,18 @@ class MicroBatchLoss:
             return loss if self.scale is None else loss * self.scale, (loss, *rest)
 
         return at, points, overwritten
+
+    def _warn_of_forward_pass(self, jaxpr: Any) -> None:
+        """Warns of a sum before the micro-batches that is computed from the parameters."""
+        read = [frozenset({i} if i < len(self.uses) else ()) for i in range(len(jaxpr.invars))]
+        if any(inputs_used(jaxpr, read)):
+            warn(
+                f"micro_batches={self.options.micro_batches}: {self.global_batch.place} needs a "
+                "sum over all micro-batches that is computed from the parameters, so the model "
+                "runs forward once more before the gradients. The numbers are right, but every "
+                "such sum takes another pass. A mean within each example or group takes none: "
+                "gshard.expert.load_balancing_loss has by_group=True for that."
+            )
 
     def _keys(
         self,

@@ -89,7 +89,8 @@ def test_scanned_layers_of_a_masked_mean(micro_batches):
 @pytest.mark.parametrize("micro_batches", quick([1, 2], []))
 def test_experts_that_are_not_kept(micro_batches):
     mesh = {"shape": {"data": 4}, "devices": jax.devices()[:4]}
-    check(LOSS, batch(), mesh, keep=None, micro_batches=micro_batches)
+    loss = LOSS if micro_batches == 1 else mean_loss("dropless")  # without one more forward pass
+    check(loss, batch(), mesh, keep=None, micro_batches=micro_batches)
 
 
 def test_what_a_kernel_leaves_in_the_rows_of_no_expert_changes_nothing():

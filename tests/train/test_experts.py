@@ -289,7 +289,7 @@ def test_what_crosses_the_other_axes_has_the_line_of_the_loss():
     assert found == {line_of("  # two means")}
 
 
-def test_micro_batches_of_a_balancing_loss_name_its_argument():
+def test_micro_batches_of_a_balancing_loss_run_the_model_once_more_and_say_so():
     def loss(p, given, by_group=False):
         h = jnp.tanh(p["embed"][given["x"]])
         logits = h @ p["router"]
@@ -298,10 +298,17 @@ def test_micro_batches_of_a_balancing_loss_name_its_argument():
         return masked_loss(p, given) + balance
 
     state, plan = sharded(DATA_EXPERT, "os")
+    with pytest.warns(gshard.GShardWarning, match=r"=3: mul at .*:\d+ needs .*by_group=True"):
+        found, grad = gradients_of(loss, batch(), plan, state, micro_batches=3)
+    assert found < 2e-6 and grad < 2e-6
+
+    def in_a_loop(p, given):
+        return jax.lax.scan(lambda x, _: (x + loss(p, given), None), 0.0, None, 2)[0]
+
     with pytest.raises(
         gshard.GShardError, match=r"load_balancing_loss .* 3 micro-.* by_group=True"
     ):
-        gshard.make_train_step(loss, plan, micro_batches=3)(state, batch())
+        gshard.make_train_step(in_a_loop, plan, micro_batches=3)(state, batch())
 
 
 def test_examples_of_one_device_are_taken_without_a_gather_over_the_others():

@@ -30,11 +30,14 @@ from gshard.train.global_loss.value import Value
 
 
 class NeedsSum(Exception):  # not an error: it ends the evaluation of a loss
-    """A sum over all micro-batches is not known; `partial` is this micro-batch's part of it."""
+    """A sum over all micro-batches is not known.
 
-    def __init__(self, partial: jax.Array):
+    `partial` is this micro-batch's part of it, and `place` is what needs it.
+    """
+
+    def __init__(self, partial: jax.Array, place: str):
         super().__init__()
-        self.partial = partial
+        self.partial, self.place = partial, place
 
 
 class Conversions:
@@ -166,7 +169,7 @@ class Conversions:
             raise one_batch_error(self, eqn)
         if self.known:
             return self.known.pop(0)
-        raise NeedsSum(value.array)
+        raise NeedsSum(value.array, self.place(eqn))
 
     def _part_from_nothing(self, value: Value, placement: Placement) -> Any:
         """Makes this device's part of a value that depends on no example."""

@@ -42,6 +42,7 @@ class GlobalBatch:
       statistics: whether the state has fp8 statistics.
       collects: whether `shares` returns this part of the first sum that is not known.
       lacks_sum: whether a sum was not known.
+      place: what needs the sum that was collected last, with its line.
       transfers: what the last evaluation communicates.
     """
 
@@ -54,6 +55,7 @@ class GlobalBatch:
     statistics: bool = False
     collects: bool = False
     lacks_sum: bool = False
+    place: str = ""
 
     @property
     def parts(self) -> int:
@@ -138,6 +140,7 @@ class GlobalBatch:
             return self._shares(fun, by_examples, trained, *args)
         except NeedsSum as sums:
             if self.collects:
+                self.place = sums.place
                 return sums.partial
         self.lacks_sum = True  # JAX keeps what a trace that ends by an exception has read
         return jnp.float32(0), (None, None, {})

@@ -133,6 +133,7 @@ def outcome(program: Program, devices: int, micro_batches: int) -> str:
 CASES = st.tuples(PROGRAMS, st.sampled_from([2, 3]), st.sampled_from([1, 1, 1, 1, 2]))
 
 
+@pytest.mark.filterwarnings("ignore:micro_batches=.* runs forward once more")
 @pytest.mark.filterwarnings("ignore:the loss reads no array of its batch")  # some programs do not
 @pytest.mark.parametrize(
     "examples",

@@ -206,6 +206,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:micro_batches=.* runs forward once more")  # "balanced"
 @pytest.mark.parametrize(("name", "level", "devices", "replica", "k"), quick(CASES, QUICK))
 def test_steps_are_those_of_one_device(name, level, devices, replica, k):
     loss, adds_up = LOSSES[name]
