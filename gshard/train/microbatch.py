@@ -355,8 +355,8 @@ def with_sums(one: MicroBatchLoss, given: DeviceInputs, run: Callable[[], T]) ->
     """Calls `run` until it needs no sum that is not known, and computes each one it asks for.
 
     Such a sum over the global batch is computed from all micro-batches before the first of them
-    takes its gradient. Like a count of tokens, it depends on no trained parameter, so XLA removes
-    the model from that pass.
+    takes its gradient. Mostly it is a count of tokens, which depends on no parameter, so that XLA
+    removes the model from that pass.
     """
     batch = one.global_batch
     while True:
