@@ -98,8 +98,7 @@ def _can_be_saved(path: str, x: Any, layout: Layout) -> bool:
     """
     has_dtype = True  # a Python number is converted
     if hasattr(x, "dtype"):
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        dtype = x.dtype if is_key else canonicalize_dtype(x.dtype)
+        dtype = x.dtype if is_key(x) else canonicalize_dtype(x.dtype)
         is_free = not path.startswith((PARAMS, MASTER, *FIELDS_OF_PARAMETERS))
         if not isinstance(x, jax.Array):
             is_free = path.startswith(OPT_STATE) and jnp.issubdtype(dtype, jnp.floating)

@@ -272,7 +272,7 @@ class Watch:
     Several processes check exactly `LATE` steps after it, so that all stop at the same step.
     """
 
-    def __init__(self, most: int | None, describe: Callable[..., str], has_scaler: bool = False):
+    def __init__(self, most: int | None, describe: Callable[..., str], has_scaler: bool):
         self._most, self._describe = most, describe
         self._fix = (
             "lower the scaler's init_loss_scaling="

@@ -24,6 +24,7 @@ from gshard.checkpoint.step_files import StepFolder
 from gshard.distributed.agree import run_on_all
 from gshard.wrapped.state_dict import is_numeric
 
+# Other entries of the user's directory are left alone.
 NAME = "gshard_state"
 _NEW, _OLD = f".{NAME}.new", f".{NAME}.old"
 _MARK = "_METADATA"  # Orbax writes it into every directory of its own

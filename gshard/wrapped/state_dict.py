@@ -275,6 +275,3 @@ def _like(old: Any, layout: Layout, value: np.ndarray, sharding: Any) -> jax.Arr
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
     host = layout.pad(value.astype(old.dtype))
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))
-
-
-# Other entries of the user's directory are left alone.

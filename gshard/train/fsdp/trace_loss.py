@@ -49,7 +49,12 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
     missing: dict[str, Exception] = {}  # axes that the mesh lacks
     refused: list[Exception] = []
     mesh: AbstractMesh | None = None
+
+    def next_mesh() -> AbstractMesh:
+        return _mesh_of_user(here, missing) if mesh is None else AbstractMesh((), ())
+
     while True:
+        is_last = mesh is not None and mesh.empty
         context = nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
         make = jax.make_jaxpr(fun, axis_env=list(unbound.items()), return_shape=True)
         try:
@@ -58,10 +63,10 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
                     *(args if mesh is None else jax.tree.map(abstract_like, args))
                 )
             other = other_mesh(closed.jaxpr, here if mesh is None else mesh)
-            if other is None or (mesh is not None and mesh.empty):
+            if other is None or is_last:
                 break
             refused.append(ValueError(f"the constraint is over {other}, which is another mesh"))
-            mesh = _mesh_of_user(here, missing) if mesh is None else AbstractMesh((), ())
+            mesh = next_mesh()
         except NameError as error:
             name = _UNBOUND.search(str(error))
             if name is None or name[1] in unbound:
@@ -77,27 +82,27 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
                 if _EXPLICIT.search(str(error)):
                     raise _explicit_refusal(error) from error
                 raise
-            if mesh is not None and mesh.empty:
+            if is_last:
                 raise _refusal(refused, error, axes) from error
             name = _MISSING.search(str(error))
             if name is not None and name[1] not in missing:
                 missing[name[1]] = error
                 mesh = _mesh_of_user(here, missing)
             else:
-                mesh = _mesh_of_user(here, missing) if mesh is None else AbstractMesh((), ())
+                mesh = next_mesh()
             refused.append(error)
         except TypeError as error:  # types of a loop also differ by mesh, which JAX does not print
-            if not _DIFFER.search(str(error)) or (mesh is not None and mesh.empty):
+            if not _DIFFER.search(str(error)) or is_last:
                 explain_shapes(error)
                 raise
             refused.append(error)
-            mesh = _mesh_of_user(here, missing) if mesh is None else AbstractMesh((), ())
+            mesh = next_mesh()
         except Exception as error:
             if found := _MUTATED.search(str(error)):
                 raise _mutation_refusal(found[1], error) from error
             explain_shapes(error)
             raise
-    ignored = model_axes if mesh is not None and mesh.empty else []
+    ignored = model_axes if is_last else []
     for error in missing.values():
         _warn_of_missing(error, ignored)
     if ignored and not missing and "passed to shard_map" not in str(refused[0]):
