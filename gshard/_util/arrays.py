@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def padded(x: Any, dim: int, size: int, xp: Any = jnp) -> Any:
@@ -25,6 +26,15 @@ def cast(x: Any, dtype: Any) -> Any:
     """`x.astype(dtype)`, without the time that JAX takes to trace one that changes nothing."""
     same = x.dtype == dtype and not getattr(x, "weak_type", False)
     return x if same else x.astype(dtype)
+
+
+def replicated_value(x: jax.Array) -> np.ndarray:
+    """Copies a replicated array to the host, when each device of this process has computed it.
+
+    A process must not end while one of its devices is in a collective: where the others have ended
+    it waits for them, for minutes and without a word.
+    """
+    return np.asarray(jax.block_until_ready(x).addressable_data(0))
 
 
 def is_key(x: Any) -> bool:

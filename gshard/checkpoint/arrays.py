@@ -96,14 +96,26 @@ def _can_be_saved(path: str, x: Any, layout: Layout) -> bool:
     An optimizer may change the dtype of its state. JAX stores NumPy's 64-bit numbers in 32 bits,
     unless jax_enable_x64 is on.
     """
-    has_dtype = True  # a Python number is converted
-    if hasattr(x, "dtype"):
+    if not hasattr(x, "dtype"):
+        has_dtype = _is_exact(x, layout.dtype)
+    else:
         dtype = x.dtype if is_key(x) else canonicalize_dtype(x.dtype)
         is_free = not path.startswith((PARAMS, MASTER, *FIELDS_OF_PARAMETERS))
         if not isinstance(x, jax.Array):
             is_free = path.startswith(OPT_STATE) and jnp.issubdtype(dtype, jnp.floating)
         has_dtype = is_free or dtype == layout.dtype
     return has_dtype and np.shape(x) in (layout.shape, layout.stored_shape)
+
+
+def _is_exact(number: Any, dtype: Any) -> bool:
+    """Whether a number of Python, such as a step, becomes an array of this dtype unchanged.
+
+    Floats are rounded, as they are everywhere.
+    """
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        return isinstance(number, int) and limits.min <= number <= limits.max
+    return not isinstance(number, complex) or jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 def refuse_misfits(wrong: Sequence[tuple[str, Any, Layout]], call: str) -> None:

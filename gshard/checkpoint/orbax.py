@@ -25,6 +25,7 @@ from gshard.checkpoint.arrays import (
     state_and_plan,
     with_components,
 )
+from gshard.checkpoint.casts import converted
 from gshard.checkpoint.manifest import Range
 from gshard.checkpoint.matching import read_components
 from gshard.checkpoint.quiet_orbax import orbax_module
@@ -95,6 +96,14 @@ def _how_to_read(wanted: jax.ShapeDtypeStruct) -> Any:
     )
 
 
+def _placed(name: str, x: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """Converts a whole array of integers, which Orbax would let wrap around, and shards it."""
+    new = converted(name, np.asarray(x), wanted.dtype)
+    padded = np.zeros(wanted.shape, wanted.dtype)
+    padded[tuple(map(slice, new.shape))] = new
+    return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda at: padded[at])
+
+
 def _own_folder(process: int) -> str:
     return f"ocdbt.process_{process}"
 
@@ -124,14 +133,14 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
         of a step of a `CheckpointManager`.
       like: what `shard_train_state` returned for a Linen `TrainState`: the state, or
         `(abstract state, plan)`.
-      cast: True converts arrays of another dtype.
+      cast: True converts arrays of another floating dtype, and of another integer dtype.
 
     Returns:
       A train state like `like`, with the arrays of the checkpoint.
 
     Raises:
       GShardError: there is no such tree, or it is of another model or optimizer; each array that
-        differs is named by its path.
+        differs is named by its path; or an integer does not fit its dtype.
 
     Example:
       >>> import os, orbax.checkpoint as ocp
@@ -157,10 +166,13 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
     names = [_own_name(name) for name in paths]
     layouts = layouts_of(plan)
     stored: dict[str, ArrayInfo] = {}
+    integers: dict[str, Any] = {}  # their dtypes on disk
     for name, x in zip(names, described, strict=True):
         if not hasattr(x, "shape") or x.dtype is None:
             continue
         shape, dtype = tuple(x.shape), str(np.dtype(x.dtype))
+        if np.issubdtype(x.dtype, np.integer):
+            integers[name] = x.dtype
         # Python's own numbers were saved as 64 bits of their kind.
         if shape == () and name in layouts and dtype in ("int64", "float64"):
             own = str(layouts[name].dtype)
@@ -169,7 +181,15 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
 
     def read_tree(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         items = [wanted.get(name, ocp.PLACEHOLDER) for name in names]
-        how = [_how_to_read(wanted[n]) if n in wanted else ocp.RestoreArgs() for n in names]
+        whole = {n for n in wanted if integers.get(n, wanted[n].dtype) != wanted[n].dtype}
+        how = [
+            ocp.RestoreArgs(restore_type=np.ndarray)
+            if name in whole
+            else _how_to_read(wanted[name])
+            if name in wanted
+            else ocp.RestoreArgs()
+            for name in names
+        ]
         arguments = ocp.args.PyTreeRestore(
             item=jax.tree.unflatten(structure, items),
             restore_args=jax.tree.unflatten(structure, how),
@@ -178,8 +198,8 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
             found = handler.restore(epath(folder), args=arguments)
         except Exception as error:
             raise GShardError(unreadable(error)) from error
-        leaves = structure.flatten_up_to(found)
-        return {name: x for name, x in zip(names, leaves, strict=True) if name in wanted}
+        leaves = dict(zip(names, structure.flatten_up_to(found), strict=True))
+        return {n: _placed(n, leaves[n], x) if n in whole else leaves[n] for n, x in wanted.items()}
 
     paths, leaves, _ = flatten({"opt_state": ShardedOptState(None, {})})
     fresh = dict(zip(paths, leaves, strict=True))

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from gshard._util.activity import doing, meet
+from gshard._util.arrays import replicated_value
 from gshard._util.errors import GShardError, some, warn
 from gshard.sharding.plan import Plan
 
@@ -219,7 +220,7 @@ def _all_gather(message: bytes, mesh: Mesh, call: str) -> dict[int, bytes]:
     sharded = NamedSharding(by_process, jax.P("process"))
     full = NamedSharding(by_process, jax.P())
     sent = jax.make_array_from_callback((len(ranks), mine.size), sharded, lambda _: mine)
-    got = np.asarray(jax.jit(_identity, out_shardings=full)(sent).addressable_data(0))
+    got = replicated_value(jax.jit(_identity, out_shardings=full)(sent))
     return {rank: row.tobytes() for rank, row in zip(ranks, got, strict=True)}
 
 

@@ -1,4 +1,4 @@
-"""Broadcasts host arrays from one process of a mesh to the others, in pieces of bounded size."""
+"""Sums host arrays over processes; by such sums it broadcasts them, in pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+
+from gshard._util.arrays import replicated_value
 
 PIECE = 1 << 24  # bytes in device memory at a time, and as many for each process's summand
 
@@ -27,7 +29,7 @@ def broadcast(arrays: Sequence[np.ndarray], source: int, mesh: Mesh) -> list[np.
         if own:
             joined = np.concatenate(pieces)
             mine[: joined.size] = joined
-        got = _sum_over_processes(mine.view(np.uint32), flat).view(np.uint8)
+        got = sum_over_devices(mine.view(np.uint32), flat).view(np.uint8)
         ends = np.cumsum([len(piece) for piece in pieces])
         for piece, end in zip(pieces, ends, strict=True):
             piece[:] = got[end - len(piece) : end]
@@ -50,13 +52,16 @@ def _pieces(rows: Sequence[np.ndarray], size: int) -> Iterator[list[np.ndarray]]
         yield found
 
 
-def _sum_over_processes(mine: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """Adds up arrays of which one alone is not 0, which is exact."""
-    sharded, full = NamedSharding(mesh, jax.P("all")), NamedSharding(mesh, jax.P())
+def sum_over_devices(mine: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """Adds up what the processes give, once for each device that they have in a mesh of one axis.
+
+    It waits for all of them.
+    """
+    sharded, full = NamedSharding(mesh, jax.P(mesh.axis_names)), NamedSharding(mesh, jax.P())
     shape = (mesh.size, *mine.shape)
     sent = jax.make_array_from_callback(shape, sharded, lambda _: mine[None])
     total = jax.jit(_add_up, out_shardings=full)(sent)
-    return np.array(total.addressable_data(0))
+    return np.array(replicated_value(total))
 
 
 def _add_up(x: jax.Array) -> jax.Array:  # one function, so that it is compiled once

@@ -7,13 +7,15 @@ import os
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
+import numpy as np
+from jax.sharding import Mesh
 
 from gshard._util import activity
 from gshard._util.errors import CallOrderError, GShardError, did_you_mean, warn
 from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import check_integer, shown
 from gshard.distributed import env_vars
+from gshard.distributed.broadcast import sum_over_devices
 from gshard.distributed.env_vars import JobPosition
 from gshard.distributed.exit import count_sigusr1_as_sigterm, exit_when_it_fails
 from gshard.distributed.places import Server
@@ -326,7 +328,7 @@ def barrier() -> None:
     if process_count() > 1:
         with activity.doing("barrier()", waits=True):
             activity.meet(range(process_count()), "barrier()")
-            multihost_utils.sync_global_devices("gshard.distributed.barrier")
+            sum_over_devices(np.zeros(1, np.uint32), Mesh(np.array(jax.devices()), ("all",)))
 
 
 def _known_before_jax() -> tuple[int, int] | None:

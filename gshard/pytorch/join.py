@@ -7,12 +7,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from gshard._util.errors import ArgumentTypeError, GShardError, UnevenInputsError, some, warn
 from gshard._util.pytree import flatten
 from gshard._util.validation import flag, shown
 from gshard.data.batch import local_positions
+from gshard.distributed.broadcast import sum_over_devices
 from gshard.pytorch.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.wrapped_model import Wrapped, kept
@@ -153,10 +154,12 @@ class Join:
         for source in sources:
             source.advance()
         left = [source.left for source in sources]
-        every = left
-        if self._enable and jax.process_count() > 1:
-            found = multihost_utils.process_allgather(np.array([any(left), all(left)]))
-            every = np.asarray(found).ravel().tolist()
+        every, count = left, jax.process_count()
+        if self._enable and count > 1:
+            one = [next(d for d in jax.devices() if d.process_index == i) for i in range(count)]
+            mesh = Mesh(np.array(one), ("process",))
+            found = sum_over_devices(np.array([any(left), all(left)], np.uint32), mesh)
+            every = [found.any(), (found == count).all()]
         if any(every) and not all(every) and (self._throw or not self._enable):
             who = "another process" if all(left) else f"process {jax.process_index()}"
             why = "throw_on_early_termination=True." if self._throw else "Leave out enable=False."

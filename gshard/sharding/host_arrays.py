@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
 
 from gshard._util.activity import doing, meet
+from gshard._util.arrays import replicated_value
 from gshard._util.errors import GShardError
 from gshard._util.pytree import map_leaves
 from gshard._util.tracebacks import short_traceback
@@ -104,7 +105,12 @@ def stored_on_host(x: Any, layout: Layout) -> np.ndarray:
         x = jax.device_put(x, x.sharding.with_memory_kind(DEVICE))
     with doing("a gather of full arrays, such as full_params", waits=True):
         meet((device.process_index for device in x.sharding.device_set), "a gather of full arrays")
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+        replicated = NamedSharding(x.sharding.mesh, jax.P())
+        return replicated_value(jax.jit(_identity, out_shardings=replicated)(x))
+
+
+def _identity(x: jax.Array) -> jax.Array:  # one function, so that it is compiled once
+    return x
 
 
 def _assemble(shards: list[Any], x: jax.Array) -> np.ndarray:

@@ -137,3 +137,20 @@ def test_half_of_one(written, tmp_path):
     (tmp_path / "cut" / "_METADATA").write_text("{")
     with pytest.raises(gshard.GShardError, match="cannot be read"):
         gshard.import_orbax(tmp_path / "cut", like)
+
+
+def test_integers_that_do_not_fit_are_refused(tmp_path):
+    own = fields().replace(rng=np.arange(5, dtype=np.int32))
+    like, plan = shard(own, "p_g_os", 3)
+    fits = np.array([1, -2, 2**31 - 1, 4, 5], np.int64)
+    ocp.PyTreeCheckpointer().save(tmp_path / "fits", own.replace(rng=fits))
+    with pytest.raises(gshard.GShardError, match="rng is int32.* int64\n.*cast=True"):
+        gshard.import_orbax(tmp_path / "fits", like)
+    new = gshard.import_orbax(tmp_path / "fits", like, cast=True)
+    np.testing.assert_array_equal(plan.unwrap(new).rng, fits)
+    ocp.PyTreeCheckpointer().save(tmp_path / "large", own.replace(rng=fits + 1))
+    with pytest.raises(gshard.GShardError, match="rng holds integers that do not fit int32"):
+        gshard.import_orbax(tmp_path / "large", like, cast=True)
+    ocp.PyTreeCheckpointer().save(tmp_path / "steps", own.replace(step=2**31))
+    with pytest.raises(gshard.GShardError, match="step holds integers that do not fit int32"):
+        gshard.import_orbax(tmp_path / "steps", like)

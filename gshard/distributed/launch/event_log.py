@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ class Status:
         self.path: Path = path
         self._rank, self._log = rank, log
         self._work = Work()
+        self.left: float | None = None  # when its script ended, by the monotonic clock
         path.write_bytes(NO_STEP)
         self._read = path.open("rb", buffering=0)
         self._read.seek(len(NO_STEP))
@@ -87,6 +89,8 @@ class Status:
     def _take(self, event: dict[str, Any]) -> None:
         self._log.write(**{**event, "rank": self._rank})
         self._work = self._work.after(event)
+        if event["event"] == "leave":
+            self.left = time.monotonic()
 
     @property
     def work(self) -> Work:

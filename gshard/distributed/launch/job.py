@@ -257,6 +257,7 @@ class Worker(Child):
         """Returns the exit code that the system reports, after its events were passed on."""
         code = self._process.poll()
         self._status.update()
+        self.script_ended = self._status.left
         if code is not None and not self._has_ended:
             self._has_ended = True
             seconds = time.monotonic() - self._began

@@ -331,6 +331,7 @@ class _Child(Child):
     def _receive(self) -> bool:
         try:
             self.sent = self._result.recv()
+            self.script_ended = time.monotonic()
         except (EOFError, OSError):  # it has ended, with or without a result
             pass
         except BaseException as error:  # what unpacking it does is the user's

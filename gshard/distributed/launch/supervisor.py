@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, Any
 
+from gshard.distributed.launch.background_writer import say
 from gshard.distributed.launch.exit_status import End
 from gshard.distributed.launch.guardian import Guardian, kill_group, kill_rest
 from gshard.distributed.launch.output import Lines, Stream
@@ -25,6 +26,7 @@ from gshard.distributed.unfinished import Work
 _TICK = 0.05  # seconds that one look at the processes waits for news of them
 _SETTLE = 2.0  # seconds in which those that lost a peer fail by themselves
 _FAILED_GRACE = 3.0  # seconds that the others have when one has failed
+_LATE_EXIT = 40.0  # seconds after the end of a script; the watchdog speaks after 30, if it can
 
 
 class Child(ABC):
@@ -34,6 +36,7 @@ class Child(ABC):
         self.rank: int = rank
         self.pid: int = pid
         self.lines: Lines = lines
+        self.script_ended: float | None = None  # when, by the monotonic clock
         self._outputs = outputs
 
     @abstractmethod
@@ -84,6 +87,7 @@ class Supervisor:
         self._began, self._stop_limit = time.monotonic(), stop_limit
         self._stopped_since: dict[int, float] = {}
         self._stopped, self._asked = set[int](), set[int]()
+        self._said_late = False
 
     @property
     def running(self) -> list[Child]:
@@ -108,6 +112,7 @@ class Supervisor:
             if not key.data():
                 self._selector.unregister(key.fileobj)
         self._note_ends()
+        self._say_late_exits()
         self._meanwhile()
 
     def send(self, number: int) -> None:
@@ -191,6 +196,21 @@ class Supervisor:
                 work=child.work(),
             )
             self._guardian.forget(child.pid)
+
+    def _say_late_exits(self) -> None:
+        """Says once that scripts have ended and none of their processes exits."""
+        ended = [child.script_ended for child in self.running]
+        late = time.monotonic() - _LATE_EXIT
+        if self._said_late or not ended or any(x is None or x > late for x in ended):
+            return
+        self._said_late = True
+        who = ", ".join(f"rank {child.rank} (process id {child.pid})" for child in self.running)
+        say(
+            f"gshard: the script has ended on every rank, and {_LATE_EXIT:g} s later these "
+            f"processes have not exited: {who}. They wait for a thread, for an exit function, or "
+            "at most 5 minutes for processes of other machines. `py-spy dump --native --pid ID` "
+            "shows where."
+        )
 
     def _kill_if_stopped(self, child: Child) -> None:
         """Kills a stopped process: like one that hangs, it counts as dead, even while it starts."""

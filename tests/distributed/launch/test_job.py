@@ -19,7 +19,7 @@ import pytest
 import gshard
 from gshard.cli.main import main
 from gshard.distributed.exit import STOP_SIGNALS
-from gshard.distributed.launch import output
+from gshard.distributed.launch import output, supervisor
 from gshard.distributed.launch.cli import request, say_misplaced
 from gshard.distributed.launch.event_log import EventLog, Status
 from gshard.distributed.launch.exit_status import (
@@ -98,6 +98,25 @@ def test_output_is_tagged_and_logs_are_the_owners(described):
         text = log.read_text()
         assert text.count("to stderr") == 2, "each run is appended"
         assert len(re.findall(rf"^--- \d{{4}}-.* rank {rank} ---$", text, re.MULTILINE)) == 2
+
+
+def test_a_process_that_does_not_exit_is_named(tmp_path, monkeypatch, capsys):
+    """Its watchdog has ended with Python, so nothing in it can say so."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, os, time, gshard\n"
+        "if os.environ['GSHARD_PROCESS_ID'] == '1':\n"
+        "    atexit.register(time.sleep, 4)\n"  # before that of gshard, and so after it
+        "gshard.distributed.initialize()\n"
+    )
+    monkeypatch.setattr(supervisor, "_LATE_EXIT", 1.5)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert main(["launch", "--nproc_per_node", "2", "--virtual_devices", "1", str(script)]) == 0
+    err = capsys.readouterr().err
+    assert err.count("have not exited") == 1 and re.search(
+        r"exited: rank 1 \(process id \d+\)\.", err
+    )
 
 
 def test_one_process_needs_no_tag_and_a_bar_is_one_line(tmp_path):

@@ -210,6 +210,15 @@ ROWS = {
         same_number, "steps/3 holds another state", "delete(3)"
     ),
     "a state whose step is a number of Python": right(step_of_python),
+    "a state whose step is 3.5": refused(
+        lambda path: saves(path, state=kept()[0].replace(step=3.5)), "step is float", "int32"
+    ),
+    "a state whose step is 3j": refused(
+        lambda path: saves(path, state=kept()[0].replace(step=3j)), "step is complex", "int32"
+    ),
+    "a state whose step is 2**31": refused(
+        lambda path: saves(path, state=kept()[0].replace(step=2**31)), "step is int", "int32"
+    ),
     "a step below the newest": refused(lower_number, "4", "5"),
     "a plain state is saved": refused(
         lambda path: saves(path, state=linen()), "save(step, state)", "gshard.shard_train_state"
