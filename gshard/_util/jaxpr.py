@@ -183,6 +183,24 @@ def product_flops(eqn: Any) -> int:
     return sum(found) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
 
 
+def primitives(jaxpr: Any) -> set[str]:
+    """The names of the primitives of all equations, also of those of inner jaxprs.
+
+    Faster than `all_equations`, since jaxprs that are called many times are read once.
+    """
+    names: set[str] = set()
+    found, seen = [jaxpr], {jaxpr}
+    while found:
+        eqns = found.pop().eqns
+        names.update({eqn.primitive.name for eqn in eqns})
+        for eqn in eqns:
+            for inner in inner_jaxprs(eqn) if eqn.params else ():
+                if inner not in seen:
+                    seen.add(inner)
+                    found.append(inner)
+    return names
+
+
 def all_equations(jaxpr: Any) -> Iterator[Any]:
     """Iterates over all equations, also those of inner jaxprs."""
     for eqn in jaxpr.eqns:
@@ -200,12 +218,16 @@ def with_inner(eqn: Any) -> Iterator[Any]:
 
 def inner_jaxprs(eqn: Any) -> Sequence[Any]:
     """The jaxprs among an equation's parameters, not those inside them."""
+    if eqn.primitive.name == JIT:  # most of those that have one
+        return (eqn.params["jaxpr"].jaxpr,)
     found = []
     for value in eqn.params.values() if eqn.params else ():  # many have none, and there are many
-        if value.__class__ in _PLAIN:
+        kind = value.__class__
+        if kind in _PLAIN:
             continue
-        for inner in value if isinstance(value, (tuple, list)) else (value,):
-            inner = inner if inner.__class__ in _PLAIN else getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                found.append(inner)
+        for inner in value if kind is tuple or isinstance(value, (tuple, list)) else (value,):
+            if inner.__class__ not in _PLAIN:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    found.append(inner)
     return found

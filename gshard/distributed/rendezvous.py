@@ -270,7 +270,9 @@ def address(value: object, where: str) -> Address:
             f"'{LOOPBACK}:29500' on one machine."
         )
     if not 0 < int(port) < 2**16:
-        raise GShardError(f"{where}={shown(value)}: {port} is no port. Ports run from 1 to 65535.")
+        raise GShardError(
+            f"{where}={shown(value)}: {port} is not a port. Ports run from 1 to 65535."
+        )
     return Address(host, int(port))
 
 

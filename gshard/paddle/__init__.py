@@ -47,7 +47,9 @@ _PARALLEL = "Call group_sharded_parallel(model, optimizer, level)."
 _CLIP, _BY_NORM = "Make the optimizer optax.chain(optax.{}, ...).", "clip_by_global_norm(clip_norm)"
 _INSTEAD = INSTEAD | {
     "ClipGradByGlobalNorm": _CLIP.format(_BY_NORM),
-    "ClipGradByNorm": "optax clips no array by its own norm. " + _CLIP.format(_BY_NORM),
+    "ClipGradByNorm": "Clip each array in the optimizer: optax.chain("
+    "optax.stateless_with_tree_map(lambda g, _: g * jnp.minimum(1, clip_norm / "
+    "jnp.linalg.norm(g))), ...).",
     "ClipGradByValue": _CLIP.format("clip(max)"),
     "DataLoader": "Use gshard.DataLoader.",
     "DistributedBatchSampler": "gshard.DataLoader gives each process its own examples.",

@@ -231,8 +231,8 @@ class ZeroRedundancyOptimizer:
         for name, entry in given.items():
             if not ours and isinstance(entry, Mapping) and "param_groups" in entry:
                 raise GShardError(
-                    f"load_state_dict: this is no optimizer's state, but its entry {name!r} is: "
-                    "pass that entry. Nothing was changed."
+                    f"load_state_dict: this is not the state of an optimizer, but its entry "
+                    f"{name!r} is: pass that entry. Nothing was changed."
                 )
         saved = self._saved_values(given["param_groups"]) if "param_groups" in given else []
         if ours and "shards" in given:

@@ -1,7 +1,8 @@
 """Operations of a model whose sequences are sharded over a mesh axis, and their collectives.
 
-A model calls them inside of the train step, where each device has a slice of every sequence. Where
-the axis is not bound (`model.init`, one device) each computes the ordinary result.
+In a train step of gshard they take full sequences, and the step runs them on each device's slice.
+In a `shard_map` of your own they take the device's slice. Where the axis is not bound
+(`model.init`, one device) they compute the ordinary result.
 
 May import: `_util`.
 Start reading: `attention`, then `ring` and `blocks`.

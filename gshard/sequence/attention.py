@@ -40,6 +40,8 @@ def attention(
 ) -> jax.Array:
     """Self-attention over the whole sequence, of which each device has T/S tokens.
 
+    In a train step of gshard the shapes are those of one device: there T/S is T.
+
     Where the axis is not bound (`model.init`, evaluation on one device) it computes the same on one
     device. No array of all scores is made, and what the backward pass keeps of a device is its
     queries, keys, values and outputs. Scores and sums are float32.

@@ -60,8 +60,9 @@ def positions_of(source: Any, length: int, devices: int, order: str) -> jax.Arra
 def positions(x: Any, *, order: Order = "contiguous", axis: str = "sequence") -> jax.Array:
     """The positions in the whole sequence of the tokens that this device has.
 
-    Use them for position embeddings, rotary embeddings and masks: `jnp.arange(x.shape[1])` would
-    start at 0 on every device. Where the axis is not bound, it is just that.
+    Use them for position embeddings and masks in a `shard_map` of your own, where
+    `jnp.arange(x.shape[1])` starts at 0 on every device. In a train step of gshard, and where the
+    axis is not bound, they are just that, of the whole sequence.
 
     Args:
       x: an array (batch, T/S, ...), or the number T/S of tokens of a device.
@@ -153,7 +154,9 @@ def _reordered(x: Any, devices: int, dim: int, *, back: bool) -> Any:
     devices = check_integer("devices", devices, 1, " of devices")
     known = dimension(dim, np.ndim(x))
     if known is None:
-        raise GShardError(f"dim={shown(dim)} is no dimension of an array of shape {np.shape(x)}.")
+        raise GShardError(
+            f"dim={shown(dim)} is not a dimension of an array of shape {np.shape(x)}."
+        )
     shape = np.shape(x)
     slices = 2 * devices if devices > 1 else 1
     if shape[known] % slices:
@@ -178,8 +181,8 @@ def shift_left(
 ) -> jax.Array:
     """The next token of every token, also across the end of a device's slice.
 
-    These are the targets of a language model: `tokens[:, 1:]` would miss the first token of the
-    next device.
+    These are the targets of a language model. In a `shard_map` of your own `tokens[:, 1:]` misses
+    the first token of the next device; in a train step of gshard it is right, and gathers integers.
 
     Args:
       tokens: (batch, T/S, ...), any dtype.

@@ -118,6 +118,6 @@ def norm(x: Any, *, dim: int = 1, keepdims: bool = False, axis: str = "sequence"
 def _check(x: jax.Array, dim: Any) -> None:
     if dimension(dim, x.ndim) is None:
         raise GShardError(
-            f"dim={shown(dim)} is no dimension of an array of shape {np.shape(x)}: pass the "
+            f"dim={shown(dim)} is not a dimension of an array of shape {np.shape(x)}: pass the "
             "dimension of the sequence."
         )

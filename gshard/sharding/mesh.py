@@ -133,10 +133,16 @@ def make_mesh(
             asked = [f"{axis}={size}" for axis, size in named.items()]
             asked += [f"extra={model}"] * bool(model)
             what = " and ".join([f"replica={replica}", *asked])
-            what += f" take {needed}, which" if asked else ""
+            if count < needed:
+                verb, have = "need" if asked else "needs", "is 1" if count == 1 else f"are {count}"
+                raise GShardError(
+                    f"{what} {verb} {needed} devices, and there {have}. On CPU, start the program "
+                    f"with gshard.virtual_devices({needed})."
+                )
             raise GShardError(
-                f"{what} does not divide the {count} devices. Use a divisor of {count}, or pass "
-                f"devices= with a multiple of {needed}."
+                f"{what} {f'take {needed}, which does' if asked else 'does'} not divide the "
+                f"{count} devices. Use a divisor of {count}, or pass devices= with a multiple of "
+                f"{needed}."
             )
         shape = {SHARD: count // needed}
     shape = _axis_sizes("shape", shape, str({SHARD: count}))
@@ -289,7 +295,7 @@ def new_group(devices: Sequence[int]) -> list[jax.Device]:  # pyright: ignore[re
     for index in devices:
         if dimension(index, len(every)) != index:
             raise GShardError(
-                f"new_group({devices}): {index!r} is no device. There are {len(every)}: 0 to "
+                f"new_group({devices}): {index!r} is not a device. There are {len(every)}: 0 to "
                 f"{len(every) - 1}."
             )
     return [every[index] for index in devices]

@@ -152,8 +152,8 @@ def _of_state(value: Any, name: str) -> Any:
     except (TypeError, ValueError):
         pass
     raise GShardError(
-        f"{name}={shown(value)} is no dtype that moments can be stored in. Choose 'int8', or None "
-        "for the dtype that the optimizer gives them: float32, or its own mu_dtype=."
+        f"{name}={shown(value)} is not a dtype that moments can be stored in. Choose 'int8', or "
+        "None for the dtype that the optimizer gives them: float32, or its own mu_dtype=."
     )
 
 
@@ -162,11 +162,11 @@ def floating_dtype(value: Any, name: str) -> Any:
     choices = f"Choose one of {', '.join(_NAMES)}."
     try:
         if value is None:  # NumPy's float64
-            raise TypeError("None is no dtype")
+            raise TypeError("None is not a dtype")
         dtype = jnp.dtype(_SHORT.get(value, value) if isinstance(value, str) else value)
     except (TypeError, ValueError) as error:
         hint = did_you_mean(value, _NAMES)
-        raise GShardError(f"{name}={shown(value)} is no dtype.{hint} {choices}") from error
+        raise GShardError(f"{name}={shown(value)} is not a dtype.{hint} {choices}") from error
     if not is_floating(dtype):
         raise GShardError(f"{name}={dtype} is not floating. {choices}")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:

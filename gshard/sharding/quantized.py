@@ -83,6 +83,6 @@ def wire_dtype(value: Any, name: str) -> str | None:
     if found in _WIDER:
         hint = f" precision={found!r} sends parameters and gradients in it."
     raise GShardError(
-        f"{name}={shown(value)} is no dtype to send arrays in.{hint} Choose one of {choices}, or "
-        "None to send them as they are."
+        f"{name}={shown(value)} is not a dtype to send arrays in.{hint} Choose one of {choices}, "
+        "or None to send them as they are."
     )

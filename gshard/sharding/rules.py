@@ -309,7 +309,7 @@ def check_scan_axes(scan_axes: ScanAxes, params: Mapping[str, Any]) -> None:
         found = _pattern_for(path, scan_axes)
         if found is not None and dimension(scan_axes[found], len(leaf.shape)) is None:
             raise GShardError(
-                f"scan_axes[{found!r}]={shown(scan_axes[found])} is no dimension of {path} "
+                f"scan_axes[{found!r}]={shown(scan_axes[found])} is not a dimension of {path} "
                 f"{leaf.shape}."
             )
 

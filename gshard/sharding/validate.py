@@ -159,8 +159,8 @@ def refuse_donated(leaves: list[Any]) -> None:
             "this train state, or a part of it, was given to an earlier step, which reused its "
             "memory. Continue with what that step returned (state, metrics = step(state, batch)); "
             "if Ctrl-C came before you received it, step.latest has it. An NNX model is updated in "
-            "place. A step deletes arrays taken from it before, as by nnx.clone(model), and "
-            "nnx.state(model) changes with the model: to keep values, use copy.deepcopy(model). "
+            "place. A step also deletes arrays that nnx.clone(model) shares with the model, and "
+            "nnx.state(model) changes with it: to keep values, use copy.deepcopy(model). "
             "Or make the step with donate=False."
         )
 

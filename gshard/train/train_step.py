@@ -150,7 +150,8 @@ def make_train_step(
         its use; with False it waits for that computation.
       sync_buffers: with `"per_device"`, take the new values of `mutable` from the first device
         instead of their mean.
-      bucket_size: elements of one bucket; 0 for none, the default of all-reduces on CPU.
+      bucket_size: elements of one bucket; 0 for no buckets. By default there are none of
+        all-reduces on CPU.
       end_bucket_size: elements of the first and of the last all-reduce of full gradients.
       loss_semantics: `"global"`: the loss of the whole batch, as on one device, of unchanged code;
         collectives are added where it needs other devices' examples. With several micro-batches it
@@ -158,7 +159,8 @@ def make_train_step(
         micro-batch over all devices, averaged. `"per_device"`: each device computes the loss of its
         own examples, and the losses are averaged, as in PyTorch's DDP.
       gather_limit: bytes that one operation of a global loss may all-gather; above, the error
-        names its line. By default 64 MiB, or 1 % of the parameters' traffic if that is more.
+        names its line. By default 64 MiB, or 1 % of `gshard.budget(plan).wire_bytes` if that
+        is more.
       post_update: runs inside the compiled step, after an update that was not skipped, such as for
         an average of the parameters. Linen: `post_update(state) -> state`, NNX:
         `post_update(model, optimizer)`, in place. It sees the state as `plan.unwrap` gives it: your

@@ -128,9 +128,9 @@ WRONG_CALLS = {
         lambda: sequence.zigzag(x(1, 6), 2),
         "6 tokens along dim=1, which zig-zag .*multiple of 4",
     ),
-    "no such dimension": (lambda: sequence.zigzag(x(4), 2), r"dim=1 is no dimension .*\(4,\)"),
+    "no such dimension": (lambda: sequence.zigzag(x(4), 2), r"dim=1 is not a dimension .*\(4,\)"),
     "devices": (lambda: sequence.unzigzag(x(1, 4), 0), "devices=0 must be"),
-    "dimension of a sum": (lambda: sequence.sum(x(4)), r"dim=1 is no dimension .*\(4,\)"),
+    "dimension of a sum": (lambda: sequence.sum(x(4)), r"dim=1 is not a dimension .*\(4,\)"),
     "where": (
         lambda: sequence.mean(x(2, 3, 4), where=x(2, 3, dtype=bool)),
         r"where has shape \(2, 3\), .*\(2, 3, 4\).*where\[..., None\]",

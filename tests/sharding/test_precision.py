@@ -364,12 +364,12 @@ def test_patterns_without_a_match_and_other_dtypes_are_reported():
 
 
 BAD = {
-    "a dict": (lambda: divided("os", precision={"a": "b"}), ("precision=", "is no dtype")),
+    "a dict": (lambda: divided("os", precision={"a": "b"}), ("precision=", "is not a dtype")),
     "unknown": (lambda: divided("os", precision="b16"), ("precision='b16'", "bfloat16")),
     "near": (lambda: gshard.Precision(reduce_dtype="flaot32"), ("'flaot32'", "'float32'?")),
     "integer": (lambda: gshard.Precision(param_dtype="int32"), ("param_dtype=int32", "floating")),
     "float64": (lambda: gshard.Precision(param_dtype="float64"), ("float64", "jax_enable_x64")),
-    "none": (lambda: gshard.Precision(param_dtype=None), ("param_dtype=None", "is no dtype")),
+    "none": (lambda: gshard.Precision(param_dtype=None), ("param_dtype=None", "is not a dtype")),
     "exceptions": (lambda: gshard.Precision(exceptions=["a"]), ("exceptions=['a']", "map")),
     "pattern": (lambda: gshard.Precision(exceptions={"(": "float32"}), ("regular expression",)),
 }

@@ -132,14 +132,14 @@ class Metrics:
             how often this was called.
 
         Raises:
-          ArgumentTypeError: `info` is no dictionary.
+          ArgumentTypeError: `info` is not a dictionary.
           CallOrderError: the metrics are closed.
         """
         if self._is_closed:
             raise CallOrderError("these Metrics are closed. Make new ones.")
         if not isinstance(info, Mapping):
             raise ArgumentTypeError(
-                f"metrics.step(info): info={shown(info)} is no dictionary. Pass what the step "
+                f"metrics.step(info): info={shown(info)} is not a dictionary. Pass what the step "
                 "returns next to the state: state, info = step(state, batch)."
             )
         if not self._is_first():

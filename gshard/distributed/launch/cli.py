@@ -234,8 +234,8 @@ def request(words: list[str]) -> Request:
         known = _UPSTREAM.get(name.lstrip("-").replace("-", "_"))
         hint = f" {known}" if known else did_you_mean(name, takes_value)
         raise GShardError(
-            f"{name!r} is no option of gshard launch.{hint} Options of the script come after its "
-            "name."
+            f"{name!r} is not an option of gshard launch.{hint} Options of the script come after "
+            "its name."
         )
     if not script:
         raise GShardError("name the script to run. `gshard launch --help` says more.")
@@ -255,7 +255,8 @@ def request(words: list[str]) -> Request:
         raise GShardError(f"-m {asked.script}: {wrong}")
     if not asked.module and asked.script.startswith(("/dev/", "/proc/")):
         raise GShardError(
-            f"{asked.script!r} is no file that every process can read. Save the script in a file."
+            f"{asked.script!r} is not a file that every process can read. Save the script in a "
+            "file."
         )
     for name, (default, least, unit, _, _) in _INTEGERS.items():
         if (value := getattr(asked, name)) is not default:

@@ -30,6 +30,7 @@ from gshard._util.jaxpr import (
     called,
     inner_jaxprs,
     opened,
+    primitives,
     scan_sizes,
     with_inner,
 )
@@ -71,6 +72,8 @@ def _is_loop(eqn: Any) -> bool:
 
 def _is_unordered(jaxpr: Any, inner: bool = False) -> bool:
     """Whether a collective could overtake a loop, here or in an inner jaxpr."""
+    if primitives(jaxpr).isdisjoint(_LOOPS):
+        return False
     loops = (eqn for eqn in all_equations(jaxpr) if eqn.primitive.name in _LOOPS)
     if not any(map(_communicates, loops)):
         return False
@@ -98,13 +101,14 @@ def _waits(jaxpr: Any) -> tuple[list[list[Any]], list[Any]]:
             if loop and not waiting:
                 waits[i] += loop
                 behind.update(eqn.outvars)
-            tokens = _tokens(eqn)
+            computed = _computed(eqn)
+            tokens = _tokens(eqn, computed)
             if tokens and _is_loop(eqn):
                 before = _ancestors(jaxpr, i)
                 waits[i] += [v for v in since if v not in before]
                 # Of a call with several results some may not come from its loop.
                 is_whole = eqn.primitive.name in _LOOPS or len(eqn.outvars) == 1
-                loop, behind, since = tokens, set(_computed(eqn) if is_whole else ()), []
+                loop, behind, since = tokens, set(computed if is_whole else ()), []
             else:
                 since += tokens
         flags = _behind(eqn, _in(behind, eqn.invars))
@@ -148,10 +152,10 @@ def _computed(eqn: Any) -> list[Any]:
     return [v for v, own, i in results if i is None and not isinstance(own, Literal)]
 
 
-def _tokens(eqn: Any) -> list[Any]:
-    """Results that are known only when the collectives of an equation have ended."""
+def _tokens(eqn: Any, computed: Sequence[Any]) -> list[Any]:
+    """Of the computed results, those that are known only when the collectives have ended."""
     own = jax.dtypes.extended
-    fit = [v for v in _computed(eqn) if v.aval.size and not jnp.issubdtype(v.aval.dtype, own)]
+    fit = [v for v in computed if v.aval.size and not jnp.issubdtype(v.aval.dtype, own)]
     if eqn.primitive.name not in _LOOPS:
         return fit
     fit.sort(key=lambda v: not jnp.issubdtype(v.aval.dtype, jnp.inexact))  # XLA may know a counter

@@ -19,9 +19,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from gshard._util.custom_calls import CUSTOM, inputs_like, rebuilt
 from gshard._util.errors import GShardError
-from gshard._util.jaxpr import all_equations, user_line, with_inner
+from gshard._util.jaxpr import all_equations, primitives, user_line, with_inner
 from gshard.sharding.group import entry_axes
 from gshard.sharding.topology import SEQUENCE
+
+_CONSTRAINT = "sharding_constraint"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +164,7 @@ def other_mesh(jaxpr: Any, here: AbstractMesh) -> AbstractMesh | None:
 
     JAX accepts it, and may refuse what is computed from it, such as the gradient of a `relu`.
     """
-    for eqn in all_equations(jaxpr):
+    for eqn in all_equations(jaxpr) if _CONSTRAINT in primitives(jaxpr) else ():
         if _spec_of(eqn) is not None:
             mesh = eqn.outvars[0].aval.sharding.mesh
             if not mesh.empty and mesh != here:
@@ -177,7 +179,7 @@ def _manual(eqn: Any) -> set[str]:
 
 def _spec_of(eqn: Any) -> Any:
     """The `PartitionSpec` of a sharding constraint, if it is one of a mesh."""
-    if eqn.primitive.name != "sharding_constraint":
+    if eqn.primitive.name != _CONSTRAINT:
         return None
     sharding = eqn.params["sharding"]
     return sharding.spec if isinstance(sharding, NamedSharding) else None

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from gshard._util.arrays import at_least_float32, wide_dtype
 from gshard._util.errors import GShardError, warn
-from gshard._util.jaxpr import CUSTOM_VJP, abstract, abstract_like, all_equations
+from gshard._util.jaxpr import CUSTOM_VJP, abstract, abstract_like, primitives
 from gshard._util.jaxpr_dataflow import inputs_used
 from gshard.sharding.group import Group
 from gshard.train.comm.examples import gather_examples, sum_partial
@@ -235,7 +235,7 @@ def evaluate_loss(
         Value(place, v.aval, x, depends=depends)
         for v, (x, place, depends) in zip(jaxpr.invars, leaves, strict=True)
     ]
-    evaluator.own_gradients = any(x.primitive.name == CUSTOM_VJP for x in all_equations(jaxpr))
+    evaluator.own_gradients = CUSTOM_VJP in primitives(jaxpr)
     found = evaluator.evaluate(jaxpr, consts, values)
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from gshard._util.errors import some, warn
-from gshard._util.jaxpr import all_equations, opened, product_flops
+from gshard._util.jaxpr import opened, primitives, product_flops
 from gshard._util.jaxpr_dataflow import PRODUCTS, UNKNOWN, Dim, back, join, sharded_dims
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan, UpdateProducts
@@ -375,7 +375,7 @@ def with_gathered_operands(
         args,
     )
     skippable, flat = SkippableUpdate(fun, abstract), jax.tree.leaves(args)
-    if not any(eqn.primitive.name in PRODUCTS for eqn in all_equations(skippable.jaxpr)):
+    if primitives(skippable.jaxpr).isdisjoint(PRODUCTS):
         return skippable.results(flat, skippable.run(flat))
     traced = TracedUpdate(skippable.jaxpr, skippable.consts)
     ends = [layout.dim for layout in results]

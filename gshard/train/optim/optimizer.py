@@ -202,7 +202,6 @@ def _update_shards(
     results = [*reduced, *jax.tree.leaves(of_state)]
     with jax.named_scope("gshard/optimizer"):  # collectives that XLA inserts get this name too
         inner = cut_padding(decoded(state.inner), of_state)
-        inner = cut_padding(plan.pin(inner, of_state), of_state)
         # As arguments, since an equation that reads a constant of the step has the step's mesh in
         # its type, and no matrix product in a `shard_map` takes its result.
         scalars = {k: x for k, x in extra.items() if isinstance(x, jax.Array) and not x.ndim}

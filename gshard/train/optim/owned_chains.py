@@ -24,7 +24,7 @@ import numpy as np
 
 from gshard._util.arrays import padded
 from gshard._util.errors import GShardError
-from gshard._util.jaxpr import all_equations, evaluate, product_flops
+from gshard._util.jaxpr import evaluate, primitives, product_flops
 from gshard._util.jaxpr_text import exact_text
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
@@ -67,7 +67,7 @@ class Item:
 
         Not so branches and loops that depend on values, random bits and calls of other libraries.
         """
-        names = {eqn.primitive.name for eqn in all_equations(self.closed.jaxpr)}
+        names = primitives(self.closed.jaxpr)
         return all(name in _BATCHED and not name.startswith("random_") for name in names)
 
 

@@ -445,7 +445,7 @@ BAD_EXPORTS = {
     "empty path": (None, {"path": ""}, "must be the path of a file"),
     "nul": (None, {"path": "a\0b"}, "leads nowhere|cannot be written"),
     "missing folder": (None, {"path": "no/such/x"}, "cannot be written: No such file"),
-    "dtype": (None, {"dtype": "bfloat15"}, "dtype='bfloat15' is no dtype. Did you mean"),
+    "dtype": (None, {"dtype": "bfloat15"}, "dtype='bfloat15' is not a dtype. Did you mean"),
     "whole numbers": (None, {"dtype": "int8"}, "dtype=int8 is not floating"),
     "unknown dtype": (None, {"dtype": jnp.float8_e3m4}, r"not have the dtype of w \(float8_e3m4"),
     "complex": ({"w": ONES, "c": np.ones(2, np.complex64)}, {}, r"dtype of c \(complex64\)"),

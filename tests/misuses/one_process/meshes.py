@@ -102,13 +102,13 @@ ROWS = {
         lambda _: gshard.distributed.new_group(3), "new_group(3)", "a list"
     ),
     "a group with a device that is not there": refused(
-        lambda _: gshard.distributed.new_group([0, 8]), "8 is no device", "0 to 7"
+        lambda _: gshard.distributed.new_group([0, 8]), "8 is not a device", "0 to 7"
     ),
     "a group with a device twice": refused(
         lambda _: gshard.distributed.new_group([0, 0]), "each device once"
     ),
     "a group with a negative index": refused(
-        lambda _: gshard.distributed.new_group([-1]), "-1 is no device"
+        lambda _: gshard.distributed.new_group([-1]), "-1 is not a device"
     ),
     "an empty group": refused(lambda _: gshard.distributed.new_group([]), "new_group([])"),
     "the number of virtual devices as text": refused(
