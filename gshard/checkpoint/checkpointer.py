@@ -126,7 +126,7 @@ class Checkpointer:
         self._writer = StepWriter(self._store, self._retention)
         self._local = None if local is None else LocalTier(local, self._store, str(self._rhythm))
         self._elsewhere: str | None = None  # where the last state is that `save` was given
-        self._closed, self._writes = False, writes
+        self._closed, self._writes, self._process = False, writes, os.getpid()
         # One thread at a time: a save that begins removes what it takes for debris.
         self._in_use = threading.RLock()
         if not self._retention.keeps_all if writes is None else flag("writes", writes):
@@ -415,6 +415,8 @@ class Checkpointer:
     @short_traceback
     def close(self) -> None:
         """Waits for the last save, and lets another `Checkpointer` write into the directory."""
+        if self._process != os.getpid():  # as where a fork leaves a `with`
+            return
         with self._call():
             self._closed, failed = True, None
             with contextlib.ExitStack() as stores:
@@ -456,6 +458,11 @@ class Checkpointer:
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
         """Lets one thread in at a time, and allows the transfers that the call needs."""
+        if self._process != os.getpid():  # a fork has neither the threads nor the locks
+            raise CallOrderError(
+                "this process is a fork of the one that made this Checkpointer, and has not its "
+                "threads. Call it in that process."
+            )
         with self._in_use, spending("checkpoint"), jax.transfer_guard("allow"):
             yield
 

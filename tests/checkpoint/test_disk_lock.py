@@ -88,6 +88,29 @@ def test_in_a_forked_child_the_lock_is_not_its_own(tmp_path):
     unlock(number)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_child_cannot_use_a_checkpointer(tmp_path):
+    """The thread that saves is not in the child, which would wait for it for ever."""
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        calls = [
+            lambda: checkpointer.save(1, None),
+            checkpointer.wait,
+            lambda: checkpointer.delete(1),
+            lambda: checkpointer.restore(like=None),
+        ]
+        if not (pid := os.fork()):
+            signal.alarm(20)
+            refused = 0
+            for call in calls:
+                try:
+                    call()
+                except gshard.CallOrderError as error:
+                    refused += "is a fork of the one" in str(error)
+            checkpointer.close()  # as at the end of a `with`
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == len(calls)
+
+
 def test_a_second_job_is_refused_before_it_trains(tmp_path):
     with gshard.Checkpointer(tmp_path, keep_last=3) as first:
         with pytest.raises(gshard.CallOrderError, match="writes its checkpoints there"):

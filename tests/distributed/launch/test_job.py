@@ -454,7 +454,10 @@ BAD = {
     ),
     "the addresses of Paddle": (["--ips", "a,b", SCRIPT], "with --nnodes N --rank R --master"),
     "the port of torchrun": (["--master-port=1", SCRIPT], "Give --master HOST:PORT instead"),
-    "what torchrun alone needs": (["--standalone", SCRIPT], "not an option of gshard launch. Leave it"),
+    "what torchrun alone needs": (
+        ["--standalone", SCRIPT],
+        "option of gshard launch. Leave it",
+    ),
     "rank outside": (
         ["--nnodes", "2", "--rank", "2", "--master", "h:1", SCRIPT],
         "out of range: with --nnodes 2 ",
