@@ -225,6 +225,17 @@ def test_mixtral_sends_a_fifth_of_what_gathered_experts_take():
     assert kept.wire < 0.95 * forecast_config(again).levels["p_g_os"].wire < 60e9
 
 
+@pytest.mark.slow
+def test_gradients_of_experts_are_reduce_scattered_on_tpu():
+    """Those of batched products come transposed, of which XLA would make all-reduces."""
+    words = ("gshard", "plan", "mixtral-8x7b", "--arguments.layers", "2", "--compile", "--json")
+    target = "tpu-v5e:16x16"
+    found = json.loads(printed_for(parse_target(target), *words, "--target", target))
+    sent = found["compiled"]["p_g_os"]["wire_bytes"]
+    assert sum(sent.values()) < 1.02 * found["levels"]["p_g_os"]["wire"]
+    assert sent["all-reduce"] < 1e-4 * sent["reduce-scatter"]
+
+
 @pytest.mark.parametrize("target", ["h100:32x8"])
 def test_mixtral_as_compiled(target):
     """All 32 layers; experts are not gathered over their axis."""
