@@ -172,6 +172,8 @@ def check_leaves(batch: Any, keys: bool = True) -> None:
         if dtype is None:
             if not isinstance(x, (bool, int, float, complex)):
                 fix = "pass NumPy or JAX arrays."
+                if isinstance(x, (str, bytes)):
+                    fix = "leave it out, since a step takes NumPy and JAX arrays."
                 if dataclasses.is_dataclass(x):
                     fix = "register its class (jax.tree_util.register_dataclass), or pass a dict."
                 raise GShardError(f"{where} is {shown(x)}: {fix}")

@@ -105,7 +105,8 @@ def stored_on_host(x: Any, layout: Layout) -> np.ndarray:
         x = jax.device_put(x, x.sharding.with_memory_kind(DEVICE))
     with doing("a gather of full arrays, such as full_params", waits=True):
         meet((device.process_index for device in x.sharding.device_set), "a gather of full arrays")
-        replicated = NamedSharding(x.sharding.mesh, jax.P())
+        sharding: Any = x.sharding
+        replicated = NamedSharding(sharding.mesh, jax.P())
         return replicated_value(jax.jit(_identity, out_shardings=replicated)(x))
 
 

@@ -105,9 +105,11 @@ class NormalizedLoss:
         aux = None
         if self.has_aux:
             if not (isinstance(out, tuple) and len(out) == 2):
+                many = f" of {len(out)}" if isinstance(out, tuple) else ""
+                what = f"array of shape {np.shape(out)}" if is_numeric(out) else type(out).__name__
                 raise GShardError(
-                    f"has_aux=True: the loss must return (loss, aux); it returned a "
-                    f"{type(out).__name__}."
+                    "has_aux=True: the loss must return (loss, aux), with all that is auxiliary in "
+                    f"aux; it returned a {what}{many}."
                 )
             out, aux = out
         if isinstance(out, tuple):

@@ -235,3 +235,68 @@ def test_a_float16_output_is_averaged_over_calls_without_an_overflow():
 def test_a_complex_output_cannot_be_averaged_over_calls():
     with pytest.raises(gshard.GShardError, match="complex auxiliary output .* imaginary part"):
         added_up(lambda x: (x + 1j * x).mean())
+
+
+MAXIMA = {
+    "the largest": lambda x, keep: x.max(),
+    "of those that count": lambda x, keep: jnp.max(x, where=keep, initial=-9.0),
+    "not differentiated": lambda x, keep: jax.lax.stop_gradient(x.max(0)),
+    "constrained": lambda x, keep: jax.lax.with_sharding_constraint(x.max(), jax.P()),
+    "the smallest, as a largest": lambda x, keep: -jnp.max(-x),
+    "from a bound": lambda x, keep: 7.5 - x.max(),
+    "clipped": lambda x, keep: jnp.maximum(jnp.minimum(x.min(), 0.5), -0.5),
+    "rounded": lambda x, keep: x.max().astype(jnp.bfloat16).astype(jnp.float32),
+    "a flag": lambda x, keep: jnp.any(x > 2.5).astype(jnp.float32),
+    "of an exponential": lambda x, keep: jnp.exp(x.min() + 1.0),
+}
+
+
+@pytest.mark.parametrize("name", MAXIMA)
+def test_what_keeps_the_order_of_numbers_is_taken_of_a_maximum_over_micro_batches(name):
+    keep = np.arange(ROWS) % 5 > 0
+
+    def loss(params, b):
+        y = b["x"] * params["w"]
+        return jnp.square(y).mean(), MAXIMA[name](y, b["keep"][:, None])
+
+    pair = ({"w": np.linspace(0.5, 2, 5, dtype=np.float32)}, optax.sgd(0.1))
+    mesh = gshard.make_mesh(devices=jax.devices()[:3])
+    state, plan = gshard.shard_train_state(pair, mesh, "p_g_os", min_shard_size=0)
+    given = {"x": rows()["x"], "keep": keep}
+    with jax.set_mesh(mesh):
+        expected = jax.jit(loss)(pair[0], given)[1]
+    _, metrics = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=4)(state, given)
+    np.testing.assert_allclose(metrics["aux"], expected, rtol=1e-6)
+
+
+def test_an_integer_that_may_wrap_is_not_taken_of_a_part():
+    state, plan = divided()
+    step = gshard.make_train_step(
+        lambda p, b: (jnp.square(b["x"] @ p["w"]).mean(), b["small"].max() + jnp.int8(100)),
+        plan,
+        has_aux=True,
+        micro_batches=2,
+    )
+    with pytest.raises(gshard.GShardError, match="needs all examples of the batch at once"):
+        step(state, rows())
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_a_constraint_on_a_sum_over_micro_batches_is_the_same_loss(level):
+    def loss(params, b):
+        per_example = jnp.square(b["x"] @ params["w"]).mean(-1)
+        total, count = (
+            jax.lax.with_sharding_constraint(x, jax.P())
+            for x in ((per_example * b["w"]).sum(), b["w"].sum())
+        )
+        return jax.lax.with_sharding_constraint(total / count, jax.P())
+
+    pair = ({"w": np.ones((5, 3), np.float32)}, optax.sgd(0.1))
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state, plan = gshard.shard_train_state(pair, mesh, level, min_shard_size=0)
+    with jax.set_mesh(mesh):
+        expected, grads = jax.jit(jax.value_and_grad(loss))(pair[0], rows())
+    state, metrics = gshard.make_train_step(loss, plan, micro_batches=3)(state, rows())
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+    expected = pair[0]["w"] - 0.1 * grads["w"]
+    np.testing.assert_allclose(gshard.full_params(state)["w"], expected, rtol=1e-5, atol=1e-6)

@@ -151,8 +151,8 @@ def _warn_of_missing(error: Exception, ignored: Sequence[str]) -> None:
     warn(
         f"the model constrains an array to {spec}{_line_of(error)}, and the mesh has no axis "
         f"{axis!r}: the constraint is ignored.{_also_ignored(ignored)} Give the mesh that axis "
-        f"(gshard.make_mesh({{{axis!r}: 8}}) if it carries examples, else extra=), or remove the "
-        "name from the model."
+        f"(gshard.make_mesh({{{axis!r}: {jax.device_count()}}}) if it carries examples, else "
+        "extra=), or remove the name from the model."
     )
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core as jax_core
+from jax.extend.core import Literal
 
 from gshard._util.jaxpr import as_traced, bind, body_of, evaluate, in_scope
 from gshard.train.global_loss import (  # noqa: F401  the imports register the rules
@@ -37,13 +38,18 @@ from gshard.train.global_loss.placement import (
     REPLICATED,
     Placement,
 )
-from gshard.train.global_loss.positions import of_literal, positions_of
+from gshard.train.global_loss.positions import of_constant, of_literal, positions_of
 from gshard.train.global_loss.registry import Decision
 from gshard.train.global_loss.sequence_calls import warn_of_transformed
 from gshard.train.global_loss.shape_rules import acts_by_entry
 from gshard.train.global_loss.value import Value
 
 _FROM_NOTHING = ("iota", "broadcast_in_dim", "random_bits")
+# Of two numbers in order, or the other way round, the results are in that order too.
+_IN_ORDER = frozenset(
+    "add convert_element_type copy exp logistic max min name neg reshape sharding_constraint "
+    "squeeze stop_gradient sub tanh".split()
+)
 
 
 class GlobalEvaluator(Conversions):
@@ -100,7 +106,8 @@ class GlobalEvaluator(Conversions):
     def _value(self, variable: Any, x: Any) -> Value:
         if isinstance(x, Value):
             return x
-        return Value(REPLICATED, variable.aval, x, positions=of_literal(variable))
+        known = of_literal(variable) if isinstance(variable, Literal) else of_constant(x)
+        return Value(REPLICATED, variable.aval, x, positions=known)
 
     def _evaluate_with_its_line(self, eqn: Any, operands: list[Any]) -> list[Value]:
         """The evaluation over other axes, of what this one traces, names the user's line too."""
@@ -117,6 +124,8 @@ class GlobalEvaluator(Conversions):
             self.record("extreme", eqn.outvars[0].aval, eqn)
             own = found.over(self.axes)(values[0].array)
             return [Value(REPLICATED, eqn.outvars[0].aval, own, depends=values[0].depends)]
+        if (found := _extreme_of(eqn, values)) is not None:
+            return [found]
         if is_inlined(self, eqn, [x.placement for x in values]):
             warn_of_transformed(self, eqn, [x.placement for x in values])
             body, consts = body_of(eqn)
@@ -211,6 +220,28 @@ class GlobalEvaluator(Conversions):
             self.partition, self._takes_statistics = before
 
 
+def _extreme_of(eqn: Any, values: Sequence[Value]) -> Value | None:
+    """What an equation makes of a maximum that is not known yet, if it keeps the order of numbers.
+
+    The maximum of what it makes of each part is what it makes of the maximum.
+    """
+    at = [i for i, x in enumerate(values) if x.extreme is not None]
+    numbers = [x.array for x in values if x.extreme is None]
+    if len(at) != 1 or eqn.primitive.name not in _IN_ORDER or not all(map(_is_number, numbers)):
+        return None
+    old, aval = values[at[0]], eqn.outvars[0].aval
+    if not jnp.issubdtype(aval.dtype, jnp.inexact):  # integers may wrap
+        return None
+    own, largest = old.extreme or (None, True)
+    (new,) = bind(eqn, [own if x.extreme is not None else x.array for x in values])
+    turned = eqn.primitive.name == "neg" or (eqn.primitive.name == "sub" and at[0] == 1)
+    return replace(old, aval=aval, extreme=(new, largest != turned), converted={})
+
+
+def _is_number(x: Any) -> bool:
+    return x is not None and not isinstance(x, jax_core.Tracer) and np.ndim(x) == 0
+
+
 def _is_from_nothing(eqn: Any, values: Sequence[Value], decision: Decision) -> bool:
     """Whether an equation is put off until a part of its result is needed."""
     if decision.run is not None or list(decision.results) != [REPLICATED]:
@@ -234,7 +265,7 @@ def _of_one_device(values: list[Value]) -> list[Value]:
     if other.summed is not None:
         return [one.summed, other.summed]
     number = other.array
-    if number is None or isinstance(number, jax_core.Tracer) or np.ndim(number):
+    if not _is_number(number):
         return values
     return [one.summed] if number == sum_size(one.source[0]) else values
 

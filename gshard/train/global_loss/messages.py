@@ -16,6 +16,9 @@ _EXAMPLES = (
     "raise gather_limit=, or pass loss_semantics='per_device', where each device sees only its "
     "own examples."
 )
+_ROWS = "Select from each example by x[jnp.arange(n), y] or jnp.take_along_axis. "
+_SAME = "Close over what is the same for all examples, in place of taking it from the first. "
+_HINTS = {"gather": _ROWS, "scatter": _ROWS, "slice": _SAME, "dynamic_slice": _SAME}
 _EXPERTS = (
     "Make the experts a dimension of both operands of a product, as gshard.expert.dispatch does, "
     "or raise gather_limit=."
@@ -76,11 +79,12 @@ def one_batch_error(evaluator: Converter, eqn: Any) -> GShardError:
             'micro-batches. Print it after the step instead, such as metrics["loss"] or an '
             "auxiliary output, or pass micro_batches=1."
         )
+    hint = "" if eqn is None else _HINTS.get(eqn.primitive.name.partition("-")[0], "")
     return GShardError(
         f"{place} needs all examples of the batch at once, and the batch comes in {count} "
-        "micro-batches. Sums over examples, and a loss that is a quotient of two such sums, work "
-        "with micro-batches. If the result is an auxiliary output or new state, return the sums "
-        "and compute it after the step. If each entry depends on one example only, wrap the "
+        f"micro-batches. {hint}Sums over examples, and a loss that is a quotient of two such sums, "
+        "work with micro-batches. If the result is an auxiliary output or new state, return the "
+        "sums and compute it after the step. If each entry depends on one example only, wrap the "
         "function in gshard.by_examples. Otherwise pass micro_batches=1 (jax.checkpoint saves "
         "memory as well), or loss_semantics='per_micro_batch', which computes it for the examples "
         "of one micro-batch over all devices."
@@ -106,6 +110,8 @@ def check_limit(evaluator: Converter, aval: Any, eqn: Any) -> None:
         what, fix = "positions of the sequence", _POSITIONS
         if eqn is not None and eqn.primitive.name == "slice":
             fix = f"{_SLICES} {_POSITIONS}"
+    elif eqn is not None and eqn.primitive.name.partition("-")[0] in ("gather", "scatter"):
+        fix = f"{_ROWS}{fix}"
     raise GShardError(
         f"{evaluator.place(eqn)} mixes {what}, so that gshard all-gathers "
         f"{aval.dtype}{list(aval.shape)} ({size / 1e6:.3g} MB per device) at every step, more than "

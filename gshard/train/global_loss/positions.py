@@ -10,11 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from gshard.train.global_loss.bounds import Bound, bound_of, bound_of_literal
 
 _KNOWN_ALONE = ("iota", "convert_element_type")  # whatever is known of the operands
+_SAME = ("convert_element_type", "copy", "name", "sharding_constraint", "stop_gradient")
+_MOST = 2**20  # entries of an array of the loss's own that are looked at
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,21 @@ def of_literal(variable: Any) -> Positions | None:
     return None if bound is None else Positions(bound=bound)
 
 
+def of_constant(x: Any) -> Positions | None:
+    """Returns what is known of an array that the loss closes over, such as `np.arange(n)`."""
+    if isinstance(x, Tracer) or not hasattr(x, "dtype") or np.size(x) > _MOST:
+        return None
+    if not getattr(x, "is_fully_addressable", True):
+        return None
+    if x.dtype == jnp.bool_:  # JAX has compared such an array with 0
+        return None if np.any(x) else Positions(never=True)
+    for dim, n in enumerate(np.shape(x)) if _is_wide(x.dtype) else ():
+        along = np.expand_dims(np.arange(n), [d for d in range(np.ndim(x)) if d != dim])
+        if n > 1 and np.array_equal(x, np.broadcast_to(along, np.shape(x))):
+            return Positions(dim)
+    return None
+
+
 def _indices(eqn: Any, known: Sequence[Positions | None]) -> Positions | None:
     name, params = eqn.primitive.name, eqn.params
     if name == "iota":
@@ -60,14 +79,17 @@ def _indices(eqn: Any, known: Sequence[Positions | None]) -> Positions | None:
     first, out = known[0], eqn.outvars[0].aval
     if name == "concatenate":
         return _columns(eqn, known)
+    if (same := _same_as(eqn)) is not None:
+        first = known[same]
+        return first if first is not None and _is_wide(out.dtype) else None
     if first is None:
         return None
     if name == "select_n":
         return known[1] if first.never else None
     if first.dim is None:
         return None
-    if name in ("convert_element_type", "copy"):
-        return first if _is_wide(out.dtype) else None
+    if name in ("reshape", "squeeze"):
+        return _without_ones(eqn.invars[0].aval.shape, first.dim, out.shape)
     if name == "broadcast_in_dim":
         dim = params["broadcast_dimensions"][first.dim]
         same = out.shape[dim] == eqn.invars[0].aval.shape[first.dim]
@@ -77,6 +99,28 @@ def _indices(eqn: Any, known: Sequence[Positions | None]) -> Positions | None:
         zero = isinstance(bound, Literal) and jnp.ndim(bound.val) == 0 and bound.val == 0
         return Positions(never=True) if zero else None
     return None
+
+
+def _same_as(eqn: Any) -> int | None:
+    """The operand that the result is equal to, as in `x + 0` and `1 * x` of `jnp.ogrid`."""
+    name = eqn.primitive.name
+    if name in _SAME:
+        return 0
+    neutral = {"add": 0, "sub": 0, "mul": 1}.get(name)
+    if neutral is None:
+        return None
+    numbers = [isinstance(v, Literal) and np.ndim(v.val) == 0 and v.val for v in eqn.invars]
+    if numbers[1] is not False and numbers[1] == neutral:
+        return 0
+    return 1 if name != "sub" and numbers[0] is not False and numbers[0] == neutral else None
+
+
+def _without_ones(old: Sequence[int], dim: int, new: Sequence[int]) -> Positions | None:
+    """Of a reshape that adds or removes dimensions of size 1 alone."""
+    large = [[d for d, n in enumerate(shape) if n > 1] for shape in (old, new)]
+    if dim not in large[0] or [old[d] for d in large[0]] != [new[d] for d in large[1]]:
+        return None
+    return Positions(large[1][large[0].index(dim)])
 
 
 def _is_wide(dtype: Any) -> bool:

@@ -29,7 +29,8 @@ ENTRY_BY_ENTRY = tuple(
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
     threefry2x32 xor zeta""".split()
 )
-_ALONG = "cumlogsumexp cummax cummin cumprod cumsum rev sort top_k".split()
+_ALONG = "approx_top_k cumlogsumexp cummax cummin cumprod cumsum rev sort top_k".split()
+_AXES = ("axis", "dimension", "dimensions", "reduction_dimension")
 
 
 def acts_by_entry(eqn: Any) -> bool:
@@ -177,7 +178,7 @@ def along_one_dimension(given: Given) -> Decision | None:
     """Entries mix along one dimension, or several, which must be others."""
     place, params = first_sharded(given.placements), given.params
     rank = len(given.shapes[0])
-    axes = next((params[n] for n in ("axis", "dimension", "dimensions") if n in params), rank - 1)
+    axes = next((params[n] for n in _AXES if n in params), rank - 1)
     axes = axes if isinstance(axes, (tuple, list)) else (axes,)
     if place.dim in {a % rank for a in axes} or not agree(given.placements, place):
         return None

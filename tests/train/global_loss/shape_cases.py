@@ -18,7 +18,13 @@ TIES = np.round(numbers(12, 5) * 3)
 def along(x):
     names = "cumsum cumprod cummax cummin cumlogsumexp".split()
     out = [getattr(lax, name)(x, axis=1) for name in names]
-    return [*out, lax.rev(x, (1,)), lax.sort(x, dimension=1), *lax.top_k(x, 2)]
+    return [
+        *out,
+        lax.rev(x, (1,)),
+        lax.sort(x, dimension=1),
+        *lax.top_k(x, 2),
+        *lax.approx_max_k(x, 2),
+    ]
 
 
 def along_examples(x):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from tests.train.global_loss.placed import Case, check, check_free, integers, numbers
 
@@ -45,9 +46,37 @@ CASES = [
         lambda x, y: x[jnp.arange(12)[:, None].repeat(3, 1), y],
         [X, integers(12, 3, high=5)],
     ),
+    Case("own, of NumPy", lambda x, y: x[np.arange(12), y], [X, Y], OWN),
+    Case(
+        "own, of NumPy, of all columns",
+        lambda x, y: x[np.mgrid[:12, :3][0], y],
+        [X, integers(12, 3, high=5)],
+        OWN,
+    ),
+    Case(
+        "own, of jnp.ogrid",
+        lambda x, y: x[jnp.ogrid[:12, :1][0], y],
+        [X, integers(12, 3, high=5)],
+        OWN,
+    ),
+    Case(
+        "own, after a reshape",
+        lambda x, y: x[checkpoint_name(jnp.arange(12).reshape(-1, 1), "rows"), y],
+        [X, integers(12, 3, high=5)],
+        OWN,
+    ),
     Case("own, both columns", lambda x, y: x[jnp.arange(12), jnp.arange(12)] + y, [SQUARE, Y]),
     Case("only the position", lambda x, y: x[jnp.arange(12)] * y[:, None], [X, numbers(12)]),
     Case("added", lambda x, y: x.at[jnp.arange(12), y].add(1.0), [X, Y]),
+    Case("shifted by one", lambda x, y: x[jnp.arange(12) + 1, y], [X, Y]),
+    Case("a multiple", lambda x, y: x[2 * jnp.arange(12), y], [X, Y]),
+    Case("of NumPy, shifted", lambda x, y: x[(np.arange(12) + 1) % 12, y], [X, Y]),
+    Case("of NumPy, half of them", lambda x, y: x[np.arange(6), y[:6]], [X, Y]),
+    Case(
+        "in two dimensions",
+        lambda x, y: x[jnp.arange(12).reshape(6, 2), y.reshape(6, 2)],
+        [X, Y],
+    ),
     Case("shifted", lambda x, y: x[jnp.arange(12) - 1, y], [X, Y]),
     Case("backwards", lambda x, y: x[11 - jnp.arange(12), y], [X, Y]),
     Case("half of them", lambda x, y: x[jnp.arange(6), y[:6]], [X, Y]),
