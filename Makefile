@@ -3,7 +3,7 @@
 #   make demo CONFIG=configs/smallest.toml ARGS="--steps 20"
 #   make test ARGS="tests/train/test_numbers.py -k os_g"
 #   make test JOBS=0                     one process, for a debugger
-#   make test-all SHARD=1/4              the first of four parts of about the same length
+#   make test-all SHARD=1/4              the first of four parts
 
 CONFIG ?= configs/demo.toml
 ARGS   ?=

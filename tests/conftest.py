@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from tests.processes import FAST_COMPILATION, FUSE_LESS
-from tests.record import seconds_by_file
-from tests.tiers import files_of_shard, is_slow_case, parse_shard, slow_cases, stale, workers
+from tests.tiers import is_in_shard, is_slow_case, parse_shard, slow_cases, stale, workers
 
 DEVICES = 8
 LARGE_BYTES = 0.9e9  # of a worker, which stays below tests.tiers.WORKER_BYTES
@@ -44,7 +43,7 @@ jax.config.update("jax_enable_compilation_cache", False)
 
 
 def pytest_addoption(parser):
-    shard = "the files of one shard, such as 1/4, of about equal times in the last record"
+    shard = "the files of one shard, such as 1/4"
     parser.addoption("--shard", type=parse_shard, help=shard)
 
 
@@ -72,10 +71,10 @@ def pytest_collection_modifyitems(config, items):
         if unknown := stale(slow_cases(), [item.nodeid for item in items]):
             raise pytest.UsageError(f"tests/slow_cases.txt lists no test: {', '.join(unknown)}")
     if shard := config.getoption("--shard"):
-        seconds = {item.location[0]: 60.0 for item in items} | seconds_by_file()
-        files = files_of_shard({x.location[0]: seconds[x.location[0]] for x in items}, shard)
-        config.hook.pytest_deselected(items=[x for x in items if x.location[0] not in files])
-        items[:] = [x for x in items if x.location[0] in files]
+        own = [is_in_shard(item.location[0], shard) for item in items]
+        others = [x for x, chosen in zip(items, own, strict=True) if not chosen]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [x for x, chosen in zip(items, own, strict=True) if chosen]
 
 
 def pytest_collection_finish():

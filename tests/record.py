@@ -57,22 +57,11 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
     terminalreporter.write_line(f"wrote {RECORD.relative_to(ROOT)}")
 
 
-def old_rows(text: str | None = None) -> dict[str, str]:
-    """The rows of the record, or of a text like it, by file."""
-    if text is None:
-        text = RECORD.read_text() if RECORD.exists() else ""
+def old_rows() -> dict[str, str]:
+    """The rows of the record by file."""
+    text = RECORD.read_text() if RECORD.exists() else ""
     lines = [line for line in text.splitlines() if line.startswith("| tests/")]
     return {line.split("|")[1].strip(): line for line in lines}
-
-
-def seconds_by_file() -> dict[str, float]:
-    """The seconds that the tests of each file took, as the commit has recorded them.
-
-    The shards of one run must divide the files alike, and each of them changes the record.
-    """
-    column = COLUMNS.index("seconds of tests") + 1
-    committed = git("show", f"HEAD:{RECORD.relative_to(ROOT)}") or None
-    return {file: float(row.split("|")[column]) for file, row in old_rows(committed).items()}
 
 
 def commit() -> str:
