@@ -22,7 +22,7 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 FASTEST := tests/test_imports.py tests/test_language.py tests/test_mutations.py tests/test_project.py \
     tests/_util/test_jaxpr.py tests/sharding/test_rules.py tests/analysis/hlo tests/analysis/html
 
-.PHONY: help demo demo-moe check test test-all docs gpu-check lint format clean
+.PHONY: help demo demo-moe check test test-all docs gpu-check wire-check lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -56,6 +56,9 @@ docs: setup-docs  ## the site, in build/site: warnings and broken links are erro
 gpu-check: setup-test  ## what works on this machine's GPUs, and how fast: gpu-check/report.md (25 minutes)
 	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
 
+wire-check: setup-compilers  ## bytes, overlap and peaks of programs for GPU and TPU, against those recorded (10 minutes)
+	$(VENV)-compilers/bin/python -m benchmarks.wire_rows $(ARGS)
+
 lint: setup-dev  ## ruff (lint, format) and pyright
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -70,7 +73,7 @@ clean:  ## remove caches and what the demo wrote (.venv stays)
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist demo-output* gpu-check
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-.PHONY: setup-test setup-dev setup-docs setup-writers setup-stores
+.PHONY: setup-test setup-dev setup-docs setup-writers setup-compilers setup-stores
 setup-test:
 	@scripts/venv.sh $(VENV) test,plot,data
 
@@ -82,6 +85,9 @@ setup-docs:
 
 setup-writers:  # of gshard.Metrics; their tests are skipped without
 	@scripts/venv.sh $(VENV) tensorboard,wandb
+
+setup-compilers:  # for GPU and TPU; beside them a test run would ask for such devices
+	@scripts/venv.sh $(VENV)-compilers aot-gpu,aot-tpu
 
 setup-stores:  # servers of S3 and Google Cloud Storage; their tests are skipped without
 	@scripts/venv.sh $(VENV) stores

@@ -38,6 +38,7 @@ from gshard.sharding.level import LEVELS, parse_levels
 from gshard.sharding.nodes import nodes_of
 from gshard.sharding.plan import Plan
 from gshard.sharding.topology import EXPERT, REPLICA, SEQUENCE, SHARD
+from gshard.sharding.wire import refuse_mixed_axes
 
 
 @short_traceback
@@ -227,6 +228,8 @@ def level_forecast(
     def budgeted(**flavour: Any) -> Budget:
         return budget(plan, **{**choices.of_step, **flavour}, devices_per_node=devices_per_node)
 
+    if devices_per_node is not None:  # the mesh of a plan may have no devices that say it
+        refuse_mixed_axes(plan.grads, nodes_of(plan.mesh, devices_per_node))
     this = budgeted()
     step = sum(x.bytes_per_device for x in jax.tree.leaves(plan.layouts.step))
     return LevelForecast(

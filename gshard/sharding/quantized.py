@@ -71,7 +71,9 @@ def wire_dtype(value: Any, name: str) -> str | None:
             "choice) or 'float8_e5m2' (2 bits, a wider range). Name one."
         )
     found = value
-    if not isinstance(value, str):
+    if isinstance(value, (tuple, list, dict)):  # of which NumPy reads the first
+        found = shown(value)
+    elif not isinstance(value, str):
         try:
             found = jnp.dtype(value).name
         except (TypeError, ValueError):
@@ -80,6 +82,8 @@ def wire_dtype(value: Any, name: str) -> str | None:
         return found
     choices = ", ".join(map(repr, LARGEST))
     hint = did_you_mean(found.lower(), tuple(LARGEST))
+    if isinstance(value, (tuple, list)):
+        hint = " Two dtypes are gshard.Precision(gather_dtype=, scatter_dtype=)."
     if found in _WIDER:
         hint = f" precision={found!r} sends parameters and gradients in it."
     raise GShardError(

@@ -17,7 +17,6 @@ import jax
 
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.validation import shown
-from gshard.sharding.group import Group
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import Level
 from gshard.sharding.nodes import Nodes
@@ -106,8 +105,7 @@ def with_wire(
     pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(grads), strict=True))
     _refuse_without_master([x for x, y in pairs if x.gathered_as or y.scattered_as], master, wire)
     if any(y.scattered_as for _, y in pairs):
-        every = (y.group for _, y in pairs)  # those of kept arrays have fewer axes
-        _refuse_mixed_axes(max(every, key=lambda group: len(group.shard)), nodes, wire)
+        refuse_mixed_axes(grads, nodes, wire.named, has_order=True)
     return params, grads
 
 
@@ -147,24 +145,34 @@ def _refuse_without_master(
         )
 
 
-def _refuse_mixed_axes(group: Group, nodes: Nodes, wire: Wire) -> None:
-    """Refuses an all-to-all in which devices of a node all send to all other nodes."""
+def refuse_mixed_axes(
+    grads: Any, nodes: Nodes, named: str = "scatter_dtype", has_order: bool = False
+) -> None:
+    """Refuses an all-to-all in which devices of a node all send to all other nodes.
+
+    `grads` are the layouts of gradients; `named` is the argument that quantizes them. `has_order`
+    says that the shard axes are in the order in which a real mesh has them.
+    """
+    sent = [x.group for x in jax.tree.leaves(grads) if x.scattered_as is not None]
+    if not sent:
+        return
+    group = max(sent, key=lambda x: len(x.shard))  # those of kept arrays have fewer axes
     crossed = [axis for axis in group.shard if nodes.crosses(axis)]
     for axis in crossed:
         if nodes.mixes(axis):
             count, size = nodes.count, len(nodes.of_device)
             raise GShardError(
-                f"{wire.named}: the shard axis {axis!r} has several devices of each of several "
+                f"{named}: the shard axis {axis!r} has several devices of each of several "
                 "nodes. Quantized gradients are exchanged by an all-to-all along each axis; along "
                 "this one it would send several times as many bytes between nodes as a "
                 "reduce-scatter in bfloat16. Give the nodes an axis of their own: "
                 f"gshard.make_mesh({{'node': {count}, 'local': {size // count}}}), or leave out "
                 "scatter_dtype=."
             )
-    within = [axis for axis in group.shard if axis not in crossed]
+    within = [axis for axis in group.shard if axis not in crossed and has_order]
     if within and group.shard[: len(within)] != tuple(within):
         raise GShardError(
-            f"{wire.named}: gradients are scattered over the shard axes {group.shard} in this "
+            f"{named}: gradients are scattered over the shard axes {group.shard} in this "
             f"order, and {crossed[0]!r} is between nodes: the full gradient would be sent there. "
             f"Name the axes within a node first: shard_axes={(*within, *crossed)}, or leave "
             "shard_axes= out."

@@ -240,6 +240,7 @@ def test_a_stack_and_its_layers_have_the_same_blocks():
         (8, r"wire=8 is not a dtype"),
         ({"a": 1}, r"wire=.* is not a dtype"),
         ({"a": "int8"}, r"wire=.* is not a dtype"),
+        (("int8", "int4"), r"wire=.* is not a dtype.*Precision\(gather_dtype=, scatter_dtype=\)"),
     ],
 )
 def test_unknown_dtypes_are_named(given, said):
@@ -350,3 +351,14 @@ def test_a_flat_axis_over_several_nodes_is_refused(two_nodes):
     step(state, batch_of(8))
     with pytest.raises(gshard.GShardError, match=r"shard_axes=\('local', 'node'\)"):
         sharded(mesh, "os_g", shard_axes=("node", "local"))
+
+
+def test_a_plan_of_several_nodes_refuses_what_they_would_refuse():
+    w = np.zeros((512, 512), np.float32)
+    setup = gshard.TrainSetup(({"w": w}, optax.sgd(0.1)), shard={"wire": "int8"})
+    flat = jax.sharding.AbstractMesh((8,), ("shard",))
+    with pytest.raises(gshard.GShardError, match="scatter_dtype: the shard axis 'shard' has sev"):
+        gshard.forecast(setup, flat, levels="os_g", devices_per_node=4)
+    nodes = jax.sharding.AbstractMesh((2, 4), ("node", "local"))
+    gshard.forecast(setup, nodes, levels="os_g", devices_per_node=4)
+    gshard.forecast(setup, flat, levels="os_g", devices_per_node=8)
