@@ -100,7 +100,7 @@ def _can_be_saved(path: str, x: Any, layout: Layout) -> bool:
         has_dtype = _is_exact(x, layout.dtype)
     else:
         dtype = x.dtype if is_key(x) else canonicalize_dtype(x.dtype)
-        is_free = not path.startswith((PARAMS, MASTER, *FIELDS_OF_PARAMETERS))
+        is_free = not path.startswith((PARAMS, MASTER, *FIELDS_OF_PARAMETERS)) and path != "step"
         if not isinstance(x, jax.Array):
             is_free = path.startswith(OPT_STATE) and jnp.issubdtype(dtype, jnp.floating)
         has_dtype = is_free or dtype == layout.dtype

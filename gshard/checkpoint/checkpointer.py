@@ -460,8 +460,8 @@ class Checkpointer:
         """Lets one thread in at a time, and allows the transfers that the call needs."""
         if self._process != os.getpid():  # a fork has neither the threads nor the locks
             raise CallOrderError(
-                "this process is a fork of the one that made this Checkpointer, and has not its "
-                "threads. Call it in that process."
+                "this process is a fork of the one that made this Checkpointer, and does not have "
+                "its threads. Call it in that process."
             )
         with self._in_use, spending("checkpoint"), jax.transfer_guard("allow"):
             yield

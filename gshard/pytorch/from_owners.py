@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from gshard._util.arrays import replicated_value
 from gshard.sharding.plan import Plan
 from gshard.train.comm.collectives import all_gather_vector, broadcast_from_owners
 
@@ -120,7 +121,7 @@ class FromOwners:
             for place, d in self.local.items()
         ]
         full = jax.make_array_from_single_device_arrays(like.shape, self._plan.sharding(), each)
-        return np.array(self._broadcast((owner,), [full])[0].addressable_data(0))
+        return np.array(replicated_value(self._broadcast((owner,), [full])[0]))
 
     def _from_each(self, owners: tuple[int, ...], sent: list[jax.Array]) -> list[jax.Array]:
         """Returns full arrays, each with the value that its owner has."""

@@ -40,7 +40,7 @@ def attention(
 ) -> jax.Array:
     """Self-attention over the whole sequence, of which each device has T/S tokens.
 
-    In a train step of gshard the shapes are those of one device: there T/S is T.
+    In a train step of gshard shapes are global, as on a single device: T/S stands for T there.
 
     Where the axis is not bound (`model.init`, evaluation on one device) it computes the same on one
     device. No array of all scores is made, and what the backward pass keeps of a device is its

@@ -62,7 +62,7 @@ def positions(x: Any, *, order: Order = "contiguous", axis: str = "sequence") ->
 
     Use them for position embeddings and masks in a `shard_map` of your own, where
     `jnp.arange(x.shape[1])` starts at 0 on every device. In a train step of gshard, and where the
-    axis is not bound, they are just that, of the whole sequence.
+    axis is not bound, `jnp.arange(x.shape[1])` is right, and this gives the same.
 
     Args:
       x: an array (batch, T/S, ...), or the number T/S of tokens of a device.

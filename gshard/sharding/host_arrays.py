@@ -84,7 +84,7 @@ def full_on_host(tree: Any, layouts: Any) -> Any:
 
 def _leaf_to_host(x: jax.Array, layout: Layout) -> Any:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = jnp.array(jax.random.key_data(x).addressable_data(0))
+        data = jnp.array(replicated_value(jax.random.key_data(x)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return layout.unpad(np.array(stored_on_host(x, layout)))
 
@@ -100,7 +100,7 @@ def stored_on_host(x: Any, layout: Layout) -> np.ndarray:
     if x.is_fully_addressable:
         return _assemble([s for s in x.addressable_shards if s.replica_id == 0], x)
     if x.is_fully_replicated:
-        return np.asarray(x.addressable_data(0))
+        return replicated_value(x)
     if layout.on_host:  # an all-gather needs device memory
         x = jax.device_put(x, x.sharding.with_memory_kind(DEVICE))
     with doing("a gather of full arrays, such as full_params", waits=True):

@@ -106,10 +106,14 @@ class NormalizedLoss:
         if self.has_aux:
             if not (isinstance(out, tuple) and len(out) == 2):
                 many = f" of {len(out)}" if isinstance(out, tuple) else ""
-                what = f"array of shape {np.shape(out)}" if is_numeric(out) else type(out).__name__
+                what = (
+                    f"an array of shape {np.shape(out)}"
+                    if is_numeric(out)
+                    else f"a {type(out).__name__}"
+                )
                 raise GShardError(
                     "has_aux=True: the loss must return (loss, aux), with all that is auxiliary in "
-                    f"aux; it returned a {what}{many}."
+                    f"aux; it returned {what}{many}."
                 )
             out, aux = out
         if isinstance(out, tuple):

@@ -64,9 +64,9 @@ def refuse_keys(updates: Any, raw: Set[str] = frozenset()) -> None:
     if keys:
         raise GShardError(
             f"the loss changes the PRNG key {some(keys)}, which would differ between devices and "
-            "micro-batches. Linen: pass rng= to make_train_step, which folds it with the step, and "
-            "with 'per_device' with device and micro-batch. NNX: draw from nnx.Rngs, which counts "
-            "its draws and keeps its key."
+            "micro-batches. Linen: pass rng= to make_train_step, which folds it with the step "
+            "and, under 'per_device', also with device and micro-batch. NNX: draw from nnx.Rngs, "
+            "which counts its draws and keeps its key."
         )
 
 

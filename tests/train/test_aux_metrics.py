@@ -269,6 +269,19 @@ def test_what_keeps_the_order_of_numbers_is_taken_of_a_maximum_over_micro_batche
     np.testing.assert_allclose(metrics["aux"], expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn"])
+def test_a_number_without_an_order_is_not_taken_of_a_part(dtype):
+    state, plan = divided()
+    step = gshard.make_train_step(
+        lambda p, b: (jnp.square(b["x"] @ p["w"]).mean(), b["x"].max().astype(dtype)),
+        plan,
+        has_aux=True,
+        micro_batches=2,
+    )
+    with pytest.raises(gshard.GShardError, match="needs all examples of the batch at once"):
+        step(state, rows())
+
+
 def test_an_integer_that_may_wrap_is_not_taken_of_a_part():
     state, plan = divided()
     step = gshard.make_train_step(

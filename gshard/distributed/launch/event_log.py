@@ -89,7 +89,7 @@ class Status:
     def _take(self, event: dict[str, Any]) -> None:
         self._log.write(**{**event, "rank": self._rank})
         self._work = self._work.after(event)
-        if event["event"] == "leave":
+        if event["event"] == "end":
             self.left = time.monotonic()
 
     @property

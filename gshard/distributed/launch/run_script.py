@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from contextlib import suppress
 from types import TracebackType
 
 PREEMPTED_EXIT_CODE = 75  # that of gshard, which is not imported here
@@ -19,6 +20,7 @@ PREEMPTED_EXIT_CODE = 75  # that of gshard, which is not imported here
 
 def main() -> None:
     """Runs the script or module that the command line names."""
+    status = os.environ.get("GSHARD_STATUS_FILE", "")  # gshard takes it from the environment
     kind, target, *_ = sys.argv[1:]
     del sys.argv[:2]
     _write_lines()
@@ -33,6 +35,8 @@ def main() -> None:
         code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
         if code not in (0, PREEMPTED_EXIT_CODE):
             _leave_with(code)
+        else:
+            _tell_end(status)
         raise
     except BaseException as error:
         # The frames of this file and of runpy say nothing about the script.
@@ -41,6 +45,14 @@ def main() -> None:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         _leave_with(code)
         sys.exit(code)
+    _tell_end(status)
+
+
+def _tell_end(status: str) -> None:
+    """Tells the launcher that the script has ended; threads and exit functions may go on."""
+    if status:
+        with suppress(OSError), open(status, "ab") as file:
+            file.write(b'{"event": "end"}\n')
 
 
 def _write_lines() -> None:

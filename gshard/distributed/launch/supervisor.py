@@ -206,7 +206,7 @@ class Supervisor:
         self._said_late = True
         who = ", ".join(f"rank {child.rank} (process id {child.pid})" for child in self.running)
         say(
-            f"gshard: the script has ended on every rank, and {_LATE_EXIT:g} s later these "
+            f"gshard: the scripts on this machine have ended, and {_LATE_EXIT:g} s later these "
             f"processes have not exited: {who}. They wait for a thread, for an exit function, or "
             "at most 5 minutes for processes of other machines. `py-spy dump --native --pid ID` "
             "shows where."

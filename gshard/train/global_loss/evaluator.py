@@ -45,7 +45,9 @@ from gshard.train.global_loss.shape_rules import acts_by_entry
 from gshard.train.global_loss.value import Value
 
 _FROM_NOTHING = ("iota", "broadcast_in_dim", "random_bits")
-# Of two numbers in order, or the other way round, the results are in that order too.
+# Integers may wrap, complex numbers have no order, and float8 may have no infinity.
+_ORDERED = (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
+# Functions that only increase in an operand, or only decrease: `neg`, and the second of `sub`.
 _IN_ORDER = frozenset(
     "add convert_element_type copy exp logistic max min name neg reshape sharding_constraint "
     "squeeze stop_gradient sub tanh".split()
@@ -230,7 +232,7 @@ def _extreme_of(eqn: Any, values: Sequence[Value]) -> Value | None:
     if len(at) != 1 or eqn.primitive.name not in _IN_ORDER or not all(map(_is_number, numbers)):
         return None
     old, aval = values[at[0]], eqn.outvars[0].aval
-    if not jnp.issubdtype(aval.dtype, jnp.inexact):  # integers may wrap
+    if aval.dtype not in _ORDERED:
         return None
     own, largest = old.extreme or (None, True)
     (new,) = bind(eqn, [own if x.extreme is not None else x.array for x in values])
@@ -239,7 +241,10 @@ def _extreme_of(eqn: Any, values: Sequence[Value]) -> Value | None:
 
 
 def _is_number(x: Any) -> bool:
-    return x is not None and not isinstance(x, jax_core.Tracer) and np.ndim(x) == 0
+    if x is None or isinstance(x, jax_core.Tracer) or np.ndim(x):
+        return False
+    with jax.transfer_guard_device_to_host("allow"):
+        return bool(np.isfinite(np.asarray(x)))
 
 
 def _is_from_nothing(eqn: Any, values: Sequence[Value], decision: Decision) -> bool:
@@ -267,7 +272,9 @@ def _of_one_device(values: list[Value]) -> list[Value]:
     number = other.array
     if not _is_number(number):
         return values
-    return [one.summed] if number == sum_size(one.source[0]) else values
+    with jax.transfer_guard_device_to_host("allow"):
+        is_count = np.asarray(number) == sum_size(one.source[0])
+    return [one.summed] if is_count else values
 
 
 def _is_quotient(eqn: Any, values: Sequence[Value]) -> bool:

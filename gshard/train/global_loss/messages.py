@@ -16,8 +16,8 @@ _EXAMPLES = (
     "raise gather_limit=, or pass loss_semantics='per_device', where each device sees only its "
     "own examples."
 )
-_ROWS = "Select from each example by x[jnp.arange(n), y] or jnp.take_along_axis. "
-_SAME = "Close over what is the same for all examples, in place of taking it from the first. "
+_ROWS = "To select from each example, use x[jnp.arange(n), y] or jnp.take_along_axis. "
+_SAME = "If it is the same for all examples, close over it. "
 _HINTS = {"gather": _ROWS, "scatter": _ROWS, "slice": _SAME, "dynamic_slice": _SAME}
 _EXPERTS = (
     "Make the experts a dimension of both operands of a product, as gshard.expert.dispatch does, "

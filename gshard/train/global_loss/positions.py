@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -60,8 +61,10 @@ def of_constant(x: Any) -> Positions | None:
         return None
     if not getattr(x, "is_fully_addressable", True):
         return None
+    with jax.transfer_guard_device_to_host("allow"):
+        x = np.asarray(x)
     if x.dtype == jnp.bool_:  # JAX has compared such an array with 0
-        return None if np.any(x) else Positions(never=True)
+        return None if x.any() else Positions(never=True)
     for dim, n in enumerate(np.shape(x)) if _is_wide(x.dtype) else ():
         along = np.expand_dims(np.arange(n), [d for d in range(np.ndim(x)) if d != dim])
         if n > 1 and np.array_equal(x, np.broadcast_to(along, np.shape(x))):
@@ -87,6 +90,8 @@ def _indices(eqn: Any, known: Sequence[Positions | None]) -> Positions | None:
     if name == "select_n":
         return known[1] if first.never else None
     if first.dim is None:
+        return None
+    if name == "reshape" and params["dimensions"] is not None:  # it transposes first
         return None
     if name in ("reshape", "squeeze"):
         return _without_ones(eqn.invars[0].aval.shape, first.dim, out.shape)

@@ -213,6 +213,9 @@ ROWS = {
     "a state whose step is 3.5": refused(
         lambda path: saves(path, state=kept()[0].replace(step=3.5)), "step is float", "int32"
     ),
+    "a state whose step is an array of floats": refused(
+        lambda path: saves(path, state=kept()[0].replace(step=jnp.float32(3.5))), "step", "float32"
+    ),
     "a state whose step is 3j": refused(
         lambda path: saves(path, state=kept()[0].replace(step=3j)), "step is complex", "int32"
     ),

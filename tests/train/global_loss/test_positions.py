@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from tests.train.global_loss.placed import Case, check, check_free, integers, numbers
@@ -12,6 +13,11 @@ from tests.train.global_loss.placed import Case, check, check_free, integers, nu
 X, Y = numbers(12, 5), integers(12, high=5)
 SQUARE = numbers(12, 12)
 OWN = "0 0 > 0; 0 R > 0; R 0 > 0"
+
+
+ROWS = jnp.arange(12)
+GRID = jnp.broadcast_to(ROWS[:, None], (12, 12))
+MASK, NONE = jnp.tril(jnp.ones((12, 5), bool)), jnp.zeros((), bool)
 
 
 def blocks(x, y):
@@ -64,6 +70,17 @@ CASES = [
         lambda x, y: x[checkpoint_name(jnp.arange(12).reshape(-1, 1), "rows"), y],
         [X, integers(12, 3, high=5)],
         OWN,
+    ),
+    Case("own, of a closed-over array", lambda x, y: x[ROWS, y], [X, Y], OWN),
+    Case(
+        "transposed by a reshape",
+        lambda x, y: x[lax.reshape(GRID, (12, 12), dimensions=(1, 0)), y],
+        [X, integers(12, 12, high=5)],
+    ),
+    Case(
+        "beside masks that the loss closes over",
+        lambda x, y: jnp.where(MASK, x, 0)[jnp.where(NONE, y, 0), y] + jnp.where(NONE, x.sum(), 1),
+        [X, Y],
     ),
     Case("own, both columns", lambda x, y: x[jnp.arange(12), jnp.arange(12)] + y, [SQUARE, Y]),
     Case("only the position", lambda x, y: x[jnp.arange(12)] * y[:, None], [X, numbers(12)]),
