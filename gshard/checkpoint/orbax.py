@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gshard._util.errors import GShardError, some
@@ -126,7 +127,7 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
     """Reads a `TrainState` that plain Orbax saved, onto any mesh and at any level.
 
     It reads parameters, optimizer state, step and further fields; each process reads what its
-    devices need. Such a checkpoint has no checksums, so damage may go unnoticed.
+    devices need, and integers of another dtype in full. Such a checkpoint has no checksums, so damage may go unnoticed.
 
     Args:
       path: the folder of the tree, as `StandardCheckpointer` or `PyTreeCheckpointer` wrote it, or
@@ -171,7 +172,7 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
         if not hasattr(x, "shape") or x.dtype is None:
             continue
         shape, dtype = tuple(x.shape), str(np.dtype(x.dtype))
-        if np.issubdtype(x.dtype, np.integer):
+        if jnp.issubdtype(x.dtype, jnp.integer):
             integers[name] = x.dtype
         # Python's own numbers were saved as 64 bits of their kind.
         if shape == () and name in layouts and dtype in ("int64", "float64"):
