@@ -127,7 +127,8 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
     """Reads a `TrainState` that plain Orbax saved, onto any mesh and at any level.
 
     It reads parameters, optimizer state, step and further fields; each process reads what its
-    devices need, and integers of another dtype in full. Such a checkpoint has no checksums, so damage may go unnoticed.
+    devices need, and integers of another dtype in full. Such a checkpoint has no checksums, so
+    damage may go unnoticed.
 
     Args:
       path: the folder of the tree, as `StandardCheckpointer` or `PyTreeCheckpointer` wrote it, or
