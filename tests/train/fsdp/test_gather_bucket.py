@@ -117,7 +117,10 @@ def test_they_change_no_bit(name, level, shape):
     found = []
     for size in (0, 2**23):
         fun, state, plan, batch = made(name, level, shape, bucket_size=size)
-        value, grads = fun(state.params, batch)
+        # Otherwise XLA may leave out a rounding to bfloat16 in one program and not in another.
+        exact = {"xla_allow_excess_precision": False}
+        compiled = fun.lower(state.params, batch).compile(compiler_options=exact)
+        value, grads = compiled(state.params, batch)
         whole = jax.tree.map(lambda x, g: x.unpad(np.asarray(g)), plan.grads, grads)
         found.append((value, whole))
     for a, b in zip(jax.tree.leaves(found[0]), jax.tree.leaves(found[1]), strict=True):
@@ -303,7 +306,8 @@ def test_a_parameter_that_is_gathered_early_gathers_no_layer(dtype):
 
     fun, state, _ = of_square_blocks(loss)
     lines = fun.lower(state.params, rows(4)).as_text().splitlines()
-    product = next(i for i, line in enumerate(lines) if "stablehlo.dot_general" in line)
+    first = ("stablehlo.dot_general", "call @repeated")  # layers that repeat may be calls
+    product = next(i for i, line in enumerate(lines) if any(word in line for word in first))
     early = [line for line in lines[:product] if '"stablehlo.all_gather"' in line]
     assert len(early) == LAYERS + 1 and sum("-> tensor<12x12x" in line for line in early) == 1
 

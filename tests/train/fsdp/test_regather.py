@@ -65,7 +65,8 @@ QUICK = {"unrolled": False, "scan": 2, "scan, checkpoint": False, "tied": 2}
     "name, reshard", quick(itertools.product(LOSSES, (False, 2)), list(QUICK.items()))
 )
 def test_the_gradients_of_one_device(name, reshard):
-    assert_gradients(LOSSES[name], MESHES["4"], reshard)
+    rounding = {"tolerance": 1e-5} if "complex" in name else {}  # products of four parts
+    assert_gradients(LOSSES[name], MESHES["4"], reshard, **rounding)
 
 
 @pytest.mark.parametrize("mesh, n", quick(SUB_GROUPS, QUICK_GROUPS))
