@@ -13,6 +13,7 @@ import numpy as np
 from jax import core as jax_core
 from jax.extend.core import Literal
 
+from gshard._util.arrays import is_key
 from gshard._util.jaxpr import as_traced, bind, body_of, evaluate, in_scope
 from gshard.train.global_loss import (  # noqa: F401  the imports register the rules
     attention_rules,
@@ -241,7 +242,7 @@ def _extreme_of(eqn: Any, values: Sequence[Value]) -> Value | None:
 
 
 def _is_number(x: Any) -> bool:
-    if x is None or isinstance(x, jax_core.Tracer) or np.ndim(x):
+    if x is None or isinstance(x, jax_core.Tracer) or np.ndim(x) or is_key(x):
         return False
     with jax.transfer_guard_device_to_host("allow"):
         return bool(np.isfinite(np.asarray(x)))

@@ -61,11 +61,13 @@ def of_constant(x: Any) -> Positions | None:
         return None
     if not getattr(x, "is_fully_addressable", True):
         return None
+    if x.dtype != jnp.bool_ and not _is_wide(x.dtype):
+        return None
     with jax.transfer_guard_device_to_host("allow"):
         x = np.asarray(x)
     if x.dtype == jnp.bool_:  # JAX has compared such an array with 0
         return None if x.any() else Positions(never=True)
-    for dim, n in enumerate(np.shape(x)) if _is_wide(x.dtype) else ():
+    for dim, n in enumerate(x.shape):
         along = np.expand_dims(np.arange(n), [d for d in range(np.ndim(x)) if d != dim])
         if n > 1 and np.array_equal(x, np.broadcast_to(along, np.shape(x))):
             return Positions(dim)
