@@ -356,9 +356,10 @@ def test_a_flat_axis_over_several_nodes_is_refused(two_nodes):
 def test_a_plan_of_several_nodes_refuses_what_they_would_refuse():
     w = np.zeros((512, 512), np.float32)
     setup = gshard.TrainSetup(({"w": w}, optax.sgd(0.1)), shard={"wire": "int8"})
-    flat = jax.sharding.AbstractMesh((8,), ("shard",))
+    auto = jax.sharding.AxisType.Auto
+    flat = jax.sharding.AbstractMesh((8,), ("shard",), axis_types=(auto,))
     with pytest.raises(gshard.GShardError, match="scatter_dtype: the shard axis 'shard' has sev"):
         gshard.forecast(setup, flat, levels="os_g", devices_per_node=4)
-    nodes = jax.sharding.AbstractMesh((2, 4), ("node", "local"))
+    nodes = jax.sharding.AbstractMesh((2, 4), ("node", "local"), axis_types=(auto, auto))
     gshard.forecast(setup, nodes, levels="os_g", devices_per_node=4)
     gshard.forecast(setup, flat, levels="os_g", devices_per_node=8)
