@@ -36,6 +36,7 @@ from tests.train.global_loss.test_steps import (
 )
 
 
+@pytest.mark.filterwarnings("ignore:micro_batches=.* runs forward once more")  # "balanced"
 @pytest.mark.parametrize(
     ("name", "level", "k"),
     quick(
