@@ -32,6 +32,7 @@ from gshard.checkpoint.matching import read_components
 from gshard.checkpoint.quiet_orbax import orbax_module
 from gshard.checkpoint.read_arrays import unreadable
 from gshard.checkpoint.step_info import refuse_step
+from gshard.train.shard_train_state import shard_leaf
 from gshard.train_state.components import ShardedOptState
 
 ARRAYS = "arrays"  # Orbax's folder within a step
@@ -95,14 +96,6 @@ def _how_to_read(wanted: jax.ShapeDtypeStruct) -> Any:
         dtype=wanted.dtype,
         strict=False,  # it may have other padding
     )
-
-
-def _placed(name: str, x: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """Converts a whole array of integers, which Orbax would let wrap around, and shards it."""
-    new = converted(name, np.asarray(x), wanted.dtype)
-    padded = np.zeros(wanted.shape, wanted.dtype)
-    padded[tuple(map(slice, new.shape))] = new
-    return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda at: padded[at])
 
 
 def _own_folder(process: int) -> str:
@@ -201,7 +194,10 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
         except Exception as error:
             raise GShardError(unreadable(error)) from error
         leaves = dict(zip(names, structure.flatten_up_to(found), strict=True))
-        return {n: _placed(n, leaves[n], x) if n in whole else leaves[n] for n, x in wanted.items()}
+        for n in whole:  # Orbax would let them wrap around
+            new = converted(n, np.asarray(leaves[n]), wanted[n].dtype)
+            leaves[n] = shard_leaf(new, layouts[n], plan)
+        return {name: leaves[name] for name in wanted}
 
     paths, leaves, _ = flatten({"opt_state": ShardedOptState(None, {})})
     fresh = dict(zip(paths, leaves, strict=True))

@@ -171,5 +171,4 @@ def test_ctrl_c_ends_a_command_while_xla_compiles(seconds):
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=200)
     assert process.returncode in (130, 0), said
-    # JAX's hook of the garbage collector may get the signal, and Python prints that.
-    assert "Traceback" not in said or "_xla_gc_callback" in said
+    assert "Traceback" not in said

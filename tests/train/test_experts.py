@@ -306,6 +306,14 @@ def test_micro_batches_of_a_balancing_loss_run_the_model_once_more_and_say_so(mo
         found, grad = gradients_of(loss, batch(), plan, state, micro_batches=3)
     assert found < 2e-6 and grad < 2e-6
 
+    def in_a_loop(p, given):
+        return jax.lax.scan(lambda x, _: (x + loss(p, given), None), 0.0, None, 2)[0]
+
+    with pytest.raises(
+        gshard.GShardError, match=r"load_balancing_loss .* 3 micro-.* by_group=True"
+    ):
+        gshard.make_train_step(in_a_loop, plan, micro_batches=3)(state, batch())
+
 
 def test_examples_of_one_device_are_taken_without_a_gather_over_the_others():
     """A maximum over experts is on all of their devices, and each goes on with its examples."""

@@ -229,8 +229,10 @@ def _extreme_of(eqn: Any, values: Sequence[Value]) -> Value | None:
     The maximum of what it makes of each part is what it makes of the maximum.
     """
     at = [i for i, x in enumerate(values) if x.extreme is not None]
-    numbers = [x.array for x in values if x.extreme is None]
-    if len(at) != 1 or eqn.primitive.name not in _IN_ORDER or not all(map(_is_number, numbers)):
+    numbers = [_number(x.array) for x in values if x.extreme is None]
+    if len(at) != 1 or eqn.primitive.name not in _IN_ORDER:
+        return None
+    if not all(x is not None and np.isfinite(x) for x in numbers):
         return None
     old, aval = values[at[0]], eqn.outvars[0].aval
     if aval.dtype not in _ORDERED:
@@ -241,11 +243,12 @@ def _extreme_of(eqn: Any, values: Sequence[Value]) -> Value | None:
     return replace(old, aval=aval, extreme=(new, largest != turned), converted={})
 
 
-def _is_number(x: Any) -> bool:
+def _number(x: Any) -> Any:
+    """The number that a loss closes over, or has in its code; None for anything else."""
     if x is None or isinstance(x, jax_core.Tracer) or np.ndim(x) or is_key(x):
-        return False
+        return None
     with jax.transfer_guard_device_to_host("allow"):
-        return bool(np.isfinite(np.asarray(x)))
+        return np.asarray(x)[()]
 
 
 def _is_from_nothing(eqn: Any, values: Sequence[Value], decision: Decision) -> bool:
@@ -270,11 +273,8 @@ def _of_one_device(values: list[Value]) -> list[Value]:
         return values
     if other.summed is not None:
         return [one.summed, other.summed]
-    number = other.array
-    if not _is_number(number):
-        return values
-    with jax.transfer_guard_device_to_host("allow"):
-        is_count = np.asarray(number) == sum_size(one.source[0])
+    number = _number(other.array)
+    is_count = number is not None and number == sum_size(one.source[0])
     return [one.summed] if is_count else values
 
 
