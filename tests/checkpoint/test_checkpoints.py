@@ -25,6 +25,7 @@ from flax.training.train_state import TrainState
 
 import gshard
 from gshard.checkpoint.retention import RetentionPolicy
+from tests.covering import covering
 from tests.tiers import quick
 from tests.zoo import SEGMENT_SIZE, ZOO
 
@@ -34,7 +35,8 @@ pytestmark = [
 ]
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
-PLACES = [(level, devices) for level in LEVELS for devices in (1, 2, 4, 8)]
+DEVICES = (1, 2, 4, 8)
+PLACES = [(level, devices) for level in LEVELS for devices in DEVICES]
 ROWS = 840  # divides over 1 to 8
 
 
@@ -111,14 +113,18 @@ def saved(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize(
-    ("origin", "target"),
-    quick(
-        [(a, b) for a in PLACES for b in PLACES],
-        # Every level and every number of devices, on both sides.
-        [(a, PLACES[(5 * i + 6) % len(PLACES)]) for i, a in enumerate(PLACES) if i % 3 == 0],
-    ),
-)
+# Every level and every number of devices, on both sides.
+QUICK = [(a, PLACES[(5 * i + 6) % len(PLACES)]) for i, a in enumerate(PLACES) if i % 3 == 0]
+# Each level restored into each other, from each number of devices and to each.
+RESTORES = [
+    ((x["from level"], x["from devices"]), (x["level"], x["devices"]))
+    for x in covering(
+        3, {"from level": LEVELS, "from devices": DEVICES, "level": LEVELS, "devices": DEVICES}
+    )
+]
+
+
+@pytest.mark.parametrize(("origin", "target"), quick(dict.fromkeys([*QUICK, *RESTORES]), QUICK))
 def test_from_any_level_and_mesh_to_any_other(saved, origin, target):
     directory, held, after = saved(*origin)
     run = Training(*target)

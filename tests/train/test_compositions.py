@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 import gshard
+from tests.covering import covering, parts_of
 from tests.tiers import quick
 from tests.train import compositions
 from tests.train.compositions import FACTORS, MORE, batch_of, compare, sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 
-PAIRS = compositions.covering(2)
-MANY = [*compositions.covering(2, {**FACTORS, **MORE}), *compositions.covering(3)]
+PAIRS = covering(2, FACTORS)
+MANY = [*covering(2, {**FACTORS, **MORE}), *covering(3, FACTORS)]
 MANY = [x for x in MANY if x not in PAIRS]
 PLAIN: dict[str, Any] = {name: values[0] for name, values in FACTORS.items()}
 
@@ -42,7 +43,7 @@ def test_each_step_is_one_devices(case):
 
 
 def test_all_pairs_of_features_and_options_are_tested():
-    tested = {part for case in PAIRS for part in compositions.parts_of(case, 2)}
+    tested = {part for case in PAIRS for part in parts_of(case, 2)}
     assert len(PAIRS) < 25
     for a in FACTORS:
         for b in FACTORS:
@@ -92,9 +93,11 @@ def test_a_skipped_step_changes_nothing(level):
     jax.tree.map(np.testing.assert_array_equal, *pair)
 
 
-@pytest.mark.parametrize("kind", quick(FACTORS["kind"], []))
-@pytest.mark.parametrize("features", quick(FACTORS["features"], []))
-@pytest.mark.parametrize("level", quick(FACTORS["level"], []))
+STARTS = covering(2, {name: FACTORS[name] for name in ("level", "features", "kind")})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "features", "kind"), [tuple(x.values()) for x in STARTS])
 def test_an_init_function_starts_with_the_same_state(level, features, kind):
     case = case_of(features=features, level=level, kind=kind, dtype="bfloat16")
     pair = (compositions.arrays_of(sharded(case, as_function=x)[0]) for x in (True, False))
@@ -176,7 +179,7 @@ OTHERS = [
         case_of(kind=x["kind"], dtype=x["dtype"], layers=x["layers"], frozen=x["frozen"],
                 **{k: x[f"then {k}"] for k in SETTINGS}, offload=x["offload"]),
     )
-    for x in compositions.covering(2, SETTINGS | {f"then {k}": x for k, x in SETTINGS.items()} | {
+    for x in covering(2, SETTINGS | {f"then {k}": x for k, x in SETTINGS.items()} | {
         k: FACTORS[k] for k in ("kind", "dtype", "layers", "frozen", "offload")
     })
 ]  # fmt: skip

@@ -1,13 +1,12 @@
 """Every level gives the numbers of one device, for every model of the zoo.
 
-Every model is trained at every level on every number of devices, of which the quick tier has one.
+Every model is trained at every level on three numbers of devices, of which the quick tier has one.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from flax import nnx
 
 import gshard
 from tests import reference
+from tests.covering import covering
 from tests.tiers import quick
 from tests.zoo import SEGMENT_SIZE, ZOO
 
@@ -118,21 +118,8 @@ def check_training(case: Case, mesh: jax.sharding.Mesh) -> None:
 CHECKS = {"gradient": check_gradient, "sgd": check_training, "adamw": check_training}
 
 
-def pairwise(*factors: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """Few rows of the product, in which every pair of values of two factors occurs."""
-    product = list(itertools.product(*factors))
-
-    def pairs(row: tuple[Any, ...]) -> set[Any]:
-        return set(itertools.combinations(enumerate(row), 2))
-
-    missing = set().union(*map(pairs, product))
-    while missing:
-        best = max(product, key=lambda row: len(pairs(row) & missing))
-        missing -= pairs(best)
-        yield best
-
-
-# Every model at every level on every number of devices; micro-batches and checks take turns.
+# Every model at every level on 1, 3 and 5 devices or on 2, 4 and 8; micro-batches and checks take
+# turns.
 CASES = [
     Case(
         model,
@@ -144,6 +131,7 @@ CASES = [
     for i, model in enumerate(ZOO)
     for j, level in enumerate(LEVELS)
     for k, devices in enumerate(DEVICES)
+    if (i + j + k) % 2 == 0
 ]
 
 
@@ -222,13 +210,14 @@ def test_training_on_several_axes(name, mesh, level):
 
 
 SHAPES = ((16, 3), (3, 16), (13, 3))
+SHAPE_FACTORS = {"shape": SHAPES, "mesh": tuple(MESHES), "level": LEVELS}
 
 
 @pytest.mark.parametrize(
     ("shape", "mesh", "level"),
     quick(
-        itertools.product(SHAPES, MESHES, LEVELS),
-        list(pairwise(SHAPES, tuple(MESHES), LEVELS)),
+        itertools.product(*SHAPE_FACTORS.values()),
+        [tuple(x.values()) for x in covering(2, SHAPE_FACTORS)],
     ),
     ids=str,
 )
