@@ -41,14 +41,12 @@ class Row(NamedTuple):
       gather_dtype: of parameters on the wire.
       scatter_dtype: of gradients on the wire.
       state_dtype: of the optimizer's moments.
-      nearest: whether gradients are rounded to the nearest code.
       muon: whether Muon trains it, instead of AdamW.
     """
 
     gather_dtype: str | None = None
-    scatter_dtype: str | None = None
+    scatter_dtype: str | gshard.Quantized | None = None
     state_dtype: str | None = None
-    nearest: bool = False
     muon: bool = False
 
 
@@ -56,7 +54,7 @@ ROWS = {
     "float32": Row(),
     "wire int8, int8": Row("int8", "int8"),
     "wire int8, int4": Row("int8", "int4"),
-    "wire int8, int4 to nearest": Row("int8", "int4", nearest=True),
+    "wire int8, int4 to nearest": Row("int8", gshard.Quantized("int4", rounding="nearest")),
     "wire float8_e4m3fn, float8_e5m2": Row("float8_e4m3fn", "float8_e5m2"),
     "state int8": Row(state_dtype="int8"),
     "wire and state int8": Row("int8", "int8", "int8"),
@@ -65,17 +63,6 @@ ROWS = {
     "Muon, wire and state int8": Row("int8", "int8", "int8", muon=True),
 }
 EXACT = {False: "float32", True: "Muon, float32"}  # what a row is compared with
-
-
-def to_nearest(plan: gshard.Plan) -> gshard.Plan:
-    """The same plan, with gradients that are rounded to the nearest code."""
-
-    def nearest(layout: Any) -> Any:
-        how = layout.scattered_as
-        how = how and dataclasses.replace(how, stochastic=False)
-        return dataclasses.replace(layout, scattered_as=how)
-
-    return dataclasses.replace(plan, grads=jax.tree.map(nearest, plan.grads))
 
 
 def run(name: str, seed: int, steps: int, text_N: np.ndarray) -> dict[str, Any]:
@@ -100,8 +87,6 @@ def run(name: str, seed: int, steps: int, text_N: np.ndarray) -> dict[str, Any]:
         min_shard_size=config.arguments.min_shard_size,
         precision=precision,
     )
-    if row.nearest:
-        plan = to_nearest(plan)
 
     def loss_fn(params: Any, batch_BxT1: Any) -> Any:
         return gpt.next_byte_loss(model, params, batch_BxT1)

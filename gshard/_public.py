@@ -23,7 +23,7 @@ from gshard.analysis.audit_report import Audit
 from gshard.analysis.explain import explain
 from gshard.analysis.explain_report import Explanation
 from gshard.analysis.forecast import forecast
-from gshard.analysis.forecast_report import Forecast, LevelForecast
+from gshard.analysis.forecast_report import Forecast
 from gshard.analysis.monitor.metrics import Metrics
 from gshard.analysis.monitor.profile import profile
 from gshard.analysis.setup import TrainSetup
@@ -42,6 +42,7 @@ from gshard.sharding.host_arrays import full_params
 from gshard.sharding.mesh import make_mesh, virtual_devices
 from gshard.sharding.plan import Plan
 from gshard.sharding.precision import Precision
+from gshard.sharding.quantized import Quantized
 from gshard.sharding.rules import LeafInfo, ShardDim, by_path, by_predicate, by_shape
 from gshard.train.eval_step import make_eval_step
 from gshard.train.global_loss.by_examples import by_examples

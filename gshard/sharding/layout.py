@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten
 from gshard.sharding.group import Group, entry_axes
-from gshard.sharding.quantized import Quantized
+from gshard.sharding.quantized import BlockCodes
 from gshard.sharding.rules import LeafInfo, Rule, ShardDim
 
 DEVICE, HOST = "device", "pinned_host"  # JAX's names of memory kinds
@@ -73,8 +73,8 @@ class Layout:
     reason: str
     model_axes: AxesByDim = ()
     memory: str = DEVICE
-    gathered_as: Quantized | None = None
-    scattered_as: Quantized | None = None
+    gathered_as: BlockCodes | None = None
+    scattered_as: BlockCodes | None = None
     kept: Kept | None = None
 
     @property
@@ -183,7 +183,7 @@ class Layout:
                 one = dataclasses.replace(one, **{name: None})
         return one
 
-    def packed(self, how: Quantized | None) -> Layout:
+    def packed(self, how: BlockCodes | None) -> Layout:
         """Returns the layout of what a collective sends; `how` is one of the `_as` attributes."""
         if how is None:
             return self

@@ -28,7 +28,7 @@ from gshard.sharding.layout import DEVICE, Layout, all_replicated
 from gshard.sharding.level import Level, LevelChoice
 from gshard.sharding.master_copies import latest_copies
 from gshard.sharding.precision import Precision
-from gshard.sharding.quantized import Quantized
+from gshard.sharding.quantized import BlockCodes
 from gshard.sharding.quantized_array import decoded, encoded, quantized_arrays
 from gshard.sharding.state_dtype import decoded_layouts
 from gshard.train_state import Components, Kind, kind_of
@@ -452,7 +452,7 @@ def check_optimizer(state: Any, plan: Plan, call: str) -> None:
         )
 
 
-def _described(layout: Layout, sent: Quantized | None) -> str:
+def _described(layout: Layout, sent: BlockCodes | None) -> str:
     quantized = sent is not None and layout.dim is not None
     return describe_layout(layout) + (f", sent as {sent.dtype}" if sent and quantized else "")
 

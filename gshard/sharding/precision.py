@@ -38,8 +38,9 @@ class Precision:
       output_dtype: dtype of floating auxiliary and evaluation outputs. By default unchanged.
       exceptions: other compute dtypes by path pattern, such as `{"LayerNorm": "float32"}`.
       gather_dtype: dtype in which all-gathers of parameters send them, in blocks of at most 256
-        entries with a scale each: `"int8"`, `"int4"`, `"float8_e4m3fn"` or `"float8_e5m2"`. None:
-        in the compute dtype. Every device computes with the same, rounded parameters.
+        entries with a scale each: `"int8"`, `"int4"`, `"float8_e4m3fn"`, `"float8_e5m2"`, or a
+        `Quantized`, which has a length of blocks too. None: in the compute dtype. Every device
+        computes with the same, rounded parameters.
       scatter_dtype: the same for reduce-scatters of gradients. The sums are float32. `"int4"` is
         rounded up or down at random; the random numbers are a function of the step, the device and
         the parameter.
@@ -79,6 +80,12 @@ class Precision:
                 object.__setattr__(self, name, floating_dtype(given, name))
         for name in ("gather_dtype", "scatter_dtype"):
             object.__setattr__(self, name, wire_dtype(getattr(self, name), name))
+        if getattr(self.gather_dtype, "rounding", None) == "stochastic":
+            raise GShardError(
+                f"gather_dtype={self.gather_dtype}: parameters are rounded to the nearest, so that "
+                "they are the same in every step that does not change them. Leave rounding= out; "
+                "it is for scatter_dtype=."
+            )
         checked = _by_pattern(
             "exceptions", self.exceptions, "{'LayerNorm': 'float32'}", floating_dtype
         )

@@ -21,13 +21,12 @@ from gshard.sharding.layout import Layout
 from gshard.sharding.level import Level
 from gshard.sharding.nodes import Nodes
 from gshard.sharding.precision import Precision, first_match, is_floating
-from gshard.sharding.quantized import Quantized, wire_dtype
+from gshard.sharding.quantized import SHORTEST, BlockCodes, Quantized, wire_dtype
 
 SMALLEST = 4096  # elements of one layer of a quantized array
-_SHORTEST = 32  # of a dimension with blocks: with shorter ones scales are above 6 % of the codes
 _CONDITIONS = (
     f"sharded floating arrays of {SMALLEST:,} elements or more, with an unsharded dimension of "
-    f"{_SHORTEST} or more,"
+    f"{SHORTEST} or more,"
 )
 
 
@@ -36,18 +35,18 @@ class Wire:
     """In which dtypes parameters are all-gathered, and gradients reduce-scattered.
 
     Attributes:
-      gather: a key of `LARGEST`, or None: as they are.
+      gather: a key of `LARGEST` or a `Quantized`, or None: as they are.
       scatter: the same.
       exceptions: others for both, by path pattern.
       named: how the user asked for it, in messages.
     """
 
-    gather: str | None
-    scatter: str | None
-    exceptions: Mapping[str, str | None]
+    gather: str | Quantized | None
+    scatter: str | Quantized | None
+    exceptions: Mapping[str, str | Quantized | None]
     named: str
 
-    def dtype(self, path: str, default: str | None) -> str | None:
+    def dtype(self, path: str, default: str | Quantized | None) -> str | Quantized | None:
         """Returns the dtype to send an array in; None: as it is."""
         return None if default is None else first_match(self.exceptions, (path,), default)
 
@@ -92,14 +91,16 @@ def with_wire(
         if x.dim is None or not level.shards_params:
             return x
         found = _how(x, wire.dtype(x.path, wire.gather), False)
-        return dataclasses.replace(x, gathered_as=_quantized(found))
+        return dataclasses.replace(x, gathered_as=_codes(found))
 
     def scattered(x: Layout) -> Layout:
         if x.dim is None:
             return x
         found = _how(x, wire.dtype(x.path, wire.scatter), True)
-        reason = x.reason if isinstance(found, Quantized) else f"{x.reason}; sent as it is: {found}"
-        return dataclasses.replace(x, scattered_as=_quantized(found), reason=reason)
+        reason = (
+            x.reason if isinstance(found, BlockCodes) else f"{x.reason}; sent as it is: {found}"
+        )
+        return dataclasses.replace(x, scattered_as=_codes(found), reason=reason)
 
     params, grads = jax.tree.map(gathered, params), jax.tree.map(scattered, grads)
     pairs = list(zip(jax.tree.leaves(params), jax.tree.leaves(grads), strict=True))
@@ -109,11 +110,11 @@ def with_wire(
     return params, grads
 
 
-def _quantized(found: Quantized | str) -> Quantized | None:
-    return found if isinstance(found, Quantized) else None
+def _codes(found: BlockCodes | str) -> BlockCodes | None:
+    return found if isinstance(found, BlockCodes) else None
 
 
-def _how(layout: Layout, dtype: str | None, scatters: bool) -> Quantized | str:
+def _how(layout: Layout, dtype: str | Quantized | None, scatters: bool) -> BlockCodes | str:
     """Returns how a sharded array is sent, or why it is sent as it is."""
     local = layout.local()
     layers = 1 if local.scan_dim is None else max(1, local.shape[local.scan_dim])
@@ -125,9 +126,10 @@ def _how(layout: Layout, dtype: str | None, scatters: bool) -> Quantized | str:
         return f"fewer than {SMALLEST:,} elements"
     free = {d: size for d, size in enumerate(local.shape) if d not in (local.dim, local.scan_dim)}
     dim = max(free, key=lambda d: (free[d], d), default=None)
-    if dim is None or free[dim] < _SHORTEST:
-        return f"no unsharded dimension of {_SHORTEST} or more"
-    return Quantized(dtype, dim - len(local.shape), stochastic=scatters and dtype == "int4")
+    if dim is None or free[dim] < SHORTEST:
+        return f"no unsharded dimension of {SHORTEST} or more"
+    quantized = dtype if isinstance(dtype, Quantized) else Quantized(dtype)
+    return quantized.codes(dim - len(local.shape), scatters)
 
 
 def _refuse_without_master(

@@ -235,9 +235,9 @@ class GradientStage:
         refuse_other_context(plan.mesh)
         if seed is None and plan.rounds_at_random:
             raise GShardError(
-                "scatter_dtype='int4' rounds gradients at random, seeded by the number of the "
-                "step, and only a step of make_train_step knows that number. Use "
-                "make_train_step, or scatter_dtype='int8'."
+                "Gradients are rounded at random here, by scatter_dtype='int4' or "
+                "rounding='stochastic', seeded by the number of the step. Only a step of "
+                "make_train_step knows that number. Use make_train_step, or scatter_dtype='int8'."
             )
         stored = jax.tree.leaves(plan.params)
         structure = same_leaves(parts.params, (x.path for x in stored), "the parameters are")

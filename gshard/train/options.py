@@ -142,7 +142,8 @@ def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:
     accumulation(plan, options.micro_batches, options.accumulate, sync)
     resharding(plan, options.reshard_after_forward)
     scaler = getattr(options, "scaler", None)
-    if scaler is not None and scaler.enable and plan.rounds_at_random:
+    sent = {x.scattered_as.dtype for x in jax.tree.leaves(plan.grads) if x.scattered_as}
+    if scaler is not None and scaler.enable and "int4" in sent:
         raise GShardError(
             "scaler= with scatter_dtype='int4': a loss scale that grows until gradients overflow "
             "makes the largest entry of a block an outlier, and with 4 bits the others are rounded "

@@ -248,6 +248,48 @@ def test_unknown_dtypes_are_named(given, said):
         sharded(mesh_of(4), precision=None, wire=given)
 
 
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("int7",), "dtype='int7' is not a dtype to send.*Did you mean"),
+        ((None,), "dtype=None of Quantized must be one of 'int8'"),
+        (("int8", 16), "block=16 of Quantized must be 32 to 256 entries"),
+        (("int8", 512), "block=512 of Quantized must be 32 to 256 entries"),
+        (("int8", 64.0), r"block=64\.0 must be a whole number of entries"),
+        (("int4", 64, "up"), "rounding='up' of Quantized must be 'nearest', 'stochastic'"),
+        (("float8_e5m2", 64, "stochastic"), "'float8_e5m2' is rounded to the nearest: leave"),
+    ],
+)
+def test_blocks_and_roundings_that_do_not_fit_are_named(arguments, said):
+    with pytest.raises(gshard.GShardError, match=said):
+        gshard.Quantized(*arguments)
+
+
+def test_parameters_are_not_rounded_at_random():
+    random = gshard.Quantized("int4", rounding="stochastic")
+    with pytest.raises(gshard.GShardError, match="gather_dtype=.*rounded to the nearest"):
+        Precision(gather_dtype=random)
+    _, plan = sharded(mesh_of(4), precision=None, wire=random)  # of gradients
+    assert not plan.params["out"].gathered_as.stochastic
+    assert plan.grads["out"].scattered_as.stochastic
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8"])
+def test_the_rounding_may_be_chosen(dtype):
+    """Random rounding needs the number of a step, which a user's own loop does not have."""
+    x = batch_of(16)
+    for rounding in ("nearest", "stochastic"):
+        how = gshard.Quantized(dtype, 64, rounding)
+        state, plan = sharded(mesh_of(4), "os_g", Precision("float32", scatter_dtype=how))
+        assert plan.grads["out"].scattered_as.block == 64
+        gradient = jax.jit(gshard.value_and_grad(loss_of, plan))
+        if rounding == "nearest":
+            assert np.isfinite(gradient(state.params, x)[0])
+        else:
+            with pytest.raises(gshard.GShardError, match="Gradients are rounded at random here"):
+                gradient(state.params, x)
+
+
 def test_dtypes_may_be_dtypes():
     precision = Precision(gather_dtype=jnp.int8, scatter_dtype=jnp.float8_e4m3fn)
     assert (precision.gather_dtype, precision.scatter_dtype) == ("int8", "float8_e4m3fn")

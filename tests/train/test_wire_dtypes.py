@@ -219,10 +219,31 @@ def test_random_rounding_is_the_same_after_a_restart(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again, whole)
 
 
-def test_random_rounding_differs_by_step_micro_batch_and_layer():
+SHORT = gshard.Quantized("int8", block=32)
+
+
+@pytest.mark.parametrize("sizes", quick(MESHES, [{"a": 3}]), ids=str)
+def test_shorter_blocks_round_less_and_their_scales_are_counted(sizes):
+    def after(dtype):
+        precision = Precision("float32", gather_dtype=dtype, scatter_dtype=dtype)
+        state, plan = sharded(sizes, "p_g_os", precision)
+        step = gshard.make_train_step(loss_of, plan)
+        audit = gshard.audit(step, state, batch_of(8 * plan.group.size))
+        assert audit.exceeded == ()
+        sent = sum(x.wire_bytes for x in audit.collectives if x.purpose in ("gather", "scatter"))
+        at = seen_by_the_loss(plan, params_of())
+        return sent, np.abs(at["layers"] - params_of()["layers"]).mean()
+
+    (few, coarse), (more, fine) = after("int8"), after(SHORT)
+    assert 1.02 * few < more < 1.07 * few
+    assert 0 < fine < 0.9 * coarse
+
+
+@pytest.mark.parametrize("dtype", ["int4", gshard.Quantized("int8", rounding="stochastic")])
+def test_random_rounding_differs_by_step_micro_batch_and_layer(dtype):
     """Of the same examples: what is left of the difference is rounding."""
 
-    precision = Precision("float32", scatter_dtype="int4")
+    precision = Precision("float32", scatter_dtype=dtype)
     state, plan = sharded({"a": 4}, "os_g", precision)
     step = gshard.make_train_step(loss_of, plan, donate=False)
 

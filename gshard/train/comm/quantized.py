@@ -26,11 +26,11 @@ from jax import lax
 from gshard._util.arrays import padded
 from gshard._util.random_bits import mixed, uniform
 from gshard.sharding.layout import Layout
-from gshard.sharding.quantized import LARGEST, Quantized
+from gshard.sharding.quantized import LARGEST, BlockCodes
 from gshard.train.comm.buckets import split_packed
 
 
-def quantize(x: jax.Array, how: Quantized, seed: jax.Array | None = None) -> jax.Array:
+def quantize(x: jax.Array, how: BlockCodes, seed: jax.Array | None = None) -> jax.Array:
     """Packs a floating array into bytes (uint8), of shape `how.packed_shape(x.shape)`.
 
     Args:
@@ -60,7 +60,7 @@ def quantize(x: jax.Array, how: Quantized, seed: jax.Array | None = None) -> jax
     return lax.concatenate([codes, *((bits >> n).astype(jnp.uint8) for n in (0, 8))], dim)
 
 
-def dequantize(packed: jax.Array, how: Quantized, size: int) -> jax.Array:
+def dequantize(packed: jax.Array, how: BlockCodes, size: int) -> jax.Array:
     """Returns the float32 array that `packed` stands for, of `size` entries along `how.dim`."""
     dim, count = how.dim + packed.ndim, how.blocks(size)[0]
     ends = [how.code_bytes(size), count, count]
@@ -77,7 +77,7 @@ def dequantize(packed: jax.Array, how: Quantized, size: int) -> jax.Array:
     return codes.astype(jnp.float32) * _each(scales, how, size)
 
 
-def _scales(wide: jax.Array, how: Quantized) -> jax.Array:
+def _scales(wide: jax.Array, how: BlockCodes) -> jax.Array:
     """Returns the scale of every block, bfloat16."""
     dim, shape = how.dim + wide.ndim, wide.shape
     count, length = how.blocks(shape[dim])
@@ -87,7 +87,7 @@ def _scales(wide: jax.Array, how: Quantized) -> jax.Array:
     return (blocks.max(dim + 1) * ((1 + 2**-8) / LARGEST[how.dtype])).astype(jnp.bfloat16)
 
 
-def _each(scales: jax.Array, how: Quantized, size: int) -> jax.Array:
+def _each(scales: jax.Array, how: BlockCodes, size: int) -> jax.Array:
     """Repeats the scale of a block for each of its entries, float32."""
     dim, (count, length) = how.dim + scales.ndim, how.blocks(size)
     shape = (*scales.shape[:dim], count, length, *scales.shape[dim + 1 :])
@@ -165,7 +165,7 @@ def _one_hop(
     ]
 
 
-def _of_parts(layout: Layout) -> Quantized:
+def _of_parts(layout: Layout) -> BlockCodes:
     """Returns how a gradient is quantized once its sharded dimension is split into two."""
     how = layout.scattered_as
     if how is None:

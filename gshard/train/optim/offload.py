@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from gshard._util.jaxpr import JIT, Bindings, bind_in_scope, body_of, evaluate
+from gshard._util.jaxpr import JIT, Bindings, bind_in_scope, body_of, evaluate, in_scope
 from gshard._util.pytree import flatten, map_leaves, same_leaves
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
@@ -86,7 +86,8 @@ def _without_jit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list
 
     def run(eqn: Any, values: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name == JIT:
-            return _without_jit(*body_of(eqn), values)
+            with in_scope(eqn):  # the names in its body are relative to it
+                return _without_jit(*body_of(eqn), values)
         return bind_in_scope(eqn, values)
 
     return evaluate(jaxpr, consts, args, run)

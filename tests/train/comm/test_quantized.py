@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gshard import make_mesh
 from gshard.sharding.group import data_group
 from gshard.sharding.layout import Layout
-from gshard.sharding.quantized import LARGEST, Quantized
+from gshard.sharding.quantized import LARGEST, BlockCodes
 from gshard.train.comm import collectives, quantized
 from tests.tiers import quick
 
@@ -73,7 +73,7 @@ def decoded(x, how, seed=None):
 )
 def test_an_entry_is_off_by_half_a_step_at_most(dtype, shape, size, at, seed):
     shape[at % len(shape)] = size
-    how = Quantized(dtype, at % len(shape) - len(shape))
+    how = BlockCodes(dtype, at % len(shape) - len(shape))
     x = spread(shape, seed)
     error = np.abs(decoded(x, how) - x)
     half = steps(x, how) / 2
@@ -85,7 +85,7 @@ def test_an_entry_is_off_by_half_a_step_at_most(dtype, shape, size, at, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_bad_entry_makes_its_block_non_finite_and_no_other(dtype):
-    how = Quantized(dtype, -1, block=8)
+    how = BlockCodes(dtype, -1, block=8)
     for bad in (np.inf, -np.inf, np.nan):
         x = spread((3, 24), 0)
         x[1, 9] = bad
@@ -97,7 +97,7 @@ def test_one_bad_entry_makes_its_block_non_finite_and_no_other(dtype):
 
 
 def test_stochastic_rounding_has_the_value_as_its_mean():
-    how = Quantized("int4", -1, stochastic=True)
+    how = BlockCodes("int4", -1, stochastic=True)
     x = spread((3, 250), 1)
     root = jnp.uint32(7)
     every = np.stack([decoded(x, how, quantized.fold(root, i)) for i in range(400)])
@@ -117,7 +117,7 @@ def test_stochastic_rounding_has_the_value_as_its_mean():
 
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_the_largest_entry_of_a_block_has_a_code(dtype):
-    how = Quantized(dtype, -1, stochastic=True)
+    how = BlockCodes(dtype, -1, stochastic=True)
     # a scale that is halfway to the next bfloat16 from below, which rounds down
     x = np.full((4, 256), LARGEST[dtype] * (1 + 0.9 * 2.0**-9), np.float32)
     assert (np.abs(decoded(x, how, jnp.uint32(1)) - x) <= 1.02).all()
@@ -126,7 +126,7 @@ def test_the_largest_entry_of_a_block_has_a_code(dtype):
 def layouts(mesh, dtype, stochastic=False):
     group, found = data_group(mesh), []
     for i, (shape, dim, block_dim) in enumerate(LEAVES):
-        how = Quantized(dtype, block_dim, stochastic)
+        how = BlockCodes(dtype, block_dim, stochastic)
         plain = Layout(f"x{i}", shape, np.dtype("float32"), dim, group, None, "")
         found.append(dataclasses.replace(plain, gathered_as=how, scattered_as=how))
     return found
