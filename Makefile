@@ -46,7 +46,7 @@ check: lint  ## the linters and the fastest tests, before a commit (1 minute)
 test: setup-test  ## the quick tier of the tests (5 minutes on 2 cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: setup-test setup-docs setup-writers setup-stores  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md
+test-all: setup-test setup-docs setup-writers setup-stores setup-others  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md
 	$(PYTEST) -p tests.record $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 docs: setup-docs  ## the site, in build/site: warnings and broken links are errors (1 minute)
@@ -73,7 +73,7 @@ clean:  ## remove caches and what the demo wrote (.venv stays)
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist demo-output* gpu-check
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-.PHONY: setup-test setup-dev setup-docs setup-writers setup-compilers setup-stores
+.PHONY: setup-test setup-dev setup-docs setup-writers setup-compilers setup-stores setup-others
 setup-test:
 	@scripts/venv.sh $(VENV) test,plot,data
 
@@ -91,3 +91,6 @@ setup-compilers:  # for GPU and TPU; beside them a test run would ask for such d
 
 setup-stores:  # servers of S3 and Google Cloud Storage; their tests are skipped without
 	@scripts/venv.sh $(VENV) stores
+
+setup-others:  # what other projects' code needs, and Ray; their tests are skipped without
+	@scripts/venv.sh $(VENV) others
