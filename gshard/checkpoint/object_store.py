@@ -140,11 +140,10 @@ class ObjectStore:
         """Deletes a step: its commit object first, and last what tells that gshard wrote it."""
         if self._complete is not None:
             self._complete.discard(str(step))
-        names = [*self._bucket.find(str(step))]
         ordered = (MANIFEST, _TOKEN, DESCRIPTION)  # without its token, a draft is not committed
-        rest = [name for name in names if name not in ordered]
-        for part in ([MANIFEST], [_TOKEN], rest, [DESCRIPTION]):
-            self._bucket.delete([f"{step}/{name}" for name in part if name in names])
+        rest = self._bucket.find(str(step)).keys() - ordered
+        for part in ([MANIFEST], [_TOKEN], rest, [DESCRIPTION]):  # also if a list lags behind
+            self._bucket.delete([f"{step}/{name}" for name in part])
 
 
 class ObjectFiles:

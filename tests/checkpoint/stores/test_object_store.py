@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -525,3 +526,22 @@ def test_a_step_directly_in_a_bucket(server, address):
     store, step = open_step_or_store(f"{root}/3/")
     assert (str(store), step) == (root, 3)
     checkpointer._store.delete(3)
+
+
+def test_a_local_tier_beside_a_store(address, tmp_path):
+    """The newest of both is restored; without the machine's folder, what the store has."""
+    run, local = Training("os", 2), tmp_path / "local"
+    folders = {"every": 2, "local": local, "local_every": 1}
+    held = {}
+    with pytest.warns(gshard.GShardWarning, match="step, 3, is in .*local alone"):
+        with gshard.Checkpointer(address, **folders) as checkpointer:
+            for step in (1, 2, 3):
+                run.train(step - 1)
+                held[step] = run.whole()
+                checkpointer.save(step, run.state)
+    for step, source in ((3, str(local)), (2, address)):
+        restored = gshard.Checkpointer(address, **folders).restore(like=run.state)
+        assert (restored.step, restored.source) == (step, source)
+        run.state = restored.state
+        assert_equal_bits(run.whole(), held[step])
+        shutil.rmtree(local, ignore_errors=True)
