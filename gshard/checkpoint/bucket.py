@@ -8,6 +8,7 @@ has neither the endpoints of S3's tools nor such writes for all servers.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -22,6 +23,9 @@ REQUESTS = 16  # at once
 _PART = 2**24  # bytes of a request of an upload, if 10,000 suffice: S3 takes no more
 _UNIT = 2**18  # of which a request to Google's store has a multiple
 _EMULATOR = "STORAGE_EMULATOR_HOST"  # as Google's own libraries read it
+_SILENCE = 60.0  # seconds without an answer, after which a request to Google's store is repeated
+_LONGEST = 1800.0  # seconds of such a request, also if nobody reads what it sends
+_explaining: list[str] = []  # an item for each call whose errors gshard tells itself
 
 
 class Bucket:
@@ -153,6 +157,7 @@ class Bucket:
     def _explained(self, verb: str, name: str) -> Iterator[None]:
         """Errors but those of missing and existing objects become one sentence."""
         where = f"{self}/{name}".rstrip("/")
+        _explaining.append(where)
         try:
             yield
         except FileNotFoundError as error:
@@ -162,10 +167,15 @@ class Bucket:
         except (FileExistsError, StoreError):
             raise
         except Exception as error:
-            text = " ".join(str(error).split())[:300] or type(error).__name__
+            text = " ".join(str(error).split())[:300].lstrip(", ").rstrip(".")
+            if not text:
+                late = isinstance(error, TimeoutError)
+                text = "the server does not answer" if late else type(error).__name__
             raise StoreError(
-                f"cannot {verb} {where}: {text.rstrip('.')}. {_hint(error, self._path(name))}"
+                f"cannot {verb} {where}: {text}. {_hint(error, self._path(name))}"
             ) from error
+        finally:
+            _explaining.pop()
 
 
 class Upload:
@@ -206,7 +216,8 @@ class Upload:
 
     def __exit__(self, *_: object) -> None:
         if not self._committed:
-            with contextlib.suppress(Exception):  # the store may be out of reach
+            # The store may be out of reach.
+            with contextlib.suppress(Exception), self._bucket._explained("discard", self._name):
                 self._file.discard()
             self._file.closed = True  # else it would be completed when it is collected
 
@@ -222,11 +233,24 @@ def _file_system(scheme: str) -> Any:
         # Else gcsfs asks Google itself of what kind a bucket is.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
+        if extra == "gcs":
+            from aiohttp import ClientTimeout  # without it gcsfs waits forever; s3fs does not
+
+            given["requests_timeout"] = ClientTimeout(
+                total=_LONGEST, sock_connect=_SILENCE, sock_read=_SILENCE
+            )
+            logging.getLogger("gcsfs").addFilter(_is_wanted)  # again changes nothing
         return fsspec.filesystem(scheme, **given)
     except ImportError as error:
         raise GShardError(
             f"{scheme}:// needs a package that is not installed: pip install 'gshard[{extra}]'."
         ) from error
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    """False for the traceback that gcsfs logs of an error before gshard tells it."""
+    debugs = logging.getLogger("gcsfs").isEnabledFor(logging.DEBUG)
+    return debugs or not (_explaining and record.exc_info)
 
 
 def _hint(error: Exception, address: str) -> str:

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["403", "500", "503", "slow", "closed"] | None
+Fault = Literal["401", "403", "500", "503", "slow", "closed"] | None
 
 
 @contextmanager
