@@ -36,11 +36,12 @@ def kept_params(
         with the parameter that it mirrors (as an average does), or None: it is stored like that.
 
     Raises:
-      GShardError: a pattern matches nothing, an axis is not one of the shard axes, or a dimension
-        does not exist or cannot be sharded over the axis.
+      GShardError: a pattern matches nothing, two ask for different things of one array, an axis is
+        not one of the shard axes, or a dimension does not exist or cannot be sharded over the axis.
     """
     sizes = dict(zip(group.shard, group.sizes, strict=True))
     asked: dict[str, tuple[str, int]] = {}
+    first: dict[str, str] = {}  # by path, the first pattern that matches it
     others: dict[str, list[str]] = {}
     for path, names in metadata.items():
         dims = [d for d, entry in enumerate(names) if EXPERT in entry_axes(entry)]
@@ -61,7 +62,10 @@ def kept_params(
                 f"keep: the pattern {text!r} matches no parameter.{did_you_mean(text, params)} "
                 f"There are {some(sorted(params))}."
             )
-        _warn_of_unlike(text, dim, {path: tuple(params[path].shape) for path in found})
+        shapes = {path: tuple(params[path].shape) for path in found}
+        _warn_of_unlike(text, dim, shapes)
+        for path, shape in shapes.items():
+            _refuse_two(path, shape, keep or {}, first.setdefault(path, text), text)
         asked |= found
     for text, other in others.items():
         if alone := [path for path in other if untrained[path] not in asked]:
@@ -83,10 +87,12 @@ def kept_params(
             f"it: it is an ordinary shard axis. Name the experts, {_EXAMPLE}, or name the axis in "
             "the model's metadata, nn.with_partitioning(init, ('expert', None, None))."
         )
-    if axes and axes[0] not in sizes:
+    if keep and axes and sizes.get(axes[0], 1) == 1:
+        one = f"whose axis {axes[0]!r} has one device"
+        why = one if axes[0] in sizes else "without an expert axis"
         warn(
-            "keep= changes nothing on a mesh without an expert axis. Leave it out, "
-            "or make one: gshard.make_mesh(expert=4)."
+            f"keep= changes nothing on a mesh {why}. Leave it out, or share the experts over "
+            "several devices: gshard.make_mesh(expert=4)."
         )
     kept = {path: _kept(path, params[path], *at, scan_dims, sizes) for path, at in asked.items()}
     return {path: x for path, x in kept.items() if x.devices > 1}
@@ -117,6 +123,17 @@ def _checked(text: str, value: Any, sizes: Mapping[str, int], group: Group) -> t
             "gshard.make_mesh(expert=4) makes an axis 'expert'."
         )
     return axis, dim
+
+
+def _refuse_two(path: str, shape: tuple[int, ...], keep: Keep, first: str, text: str) -> None:
+    """Refuses a pattern that asks for something else of an array than the first that matches it."""
+    (axis, dim), (other, at) = keep[first], keep[text]
+    if (axis, dimension(dim, len(shape))) != (other, dimension(at, len(shape))):
+        raise GShardError(
+            f"keep: {path} {list(shape)} matches {first!r}, which keeps dimension {dim} on "
+            f"{axis!r}, and {text!r}, which keeps dimension {at} on {other!r}. Change one of these "
+            "patterns so that it does not match this array."
+        )
 
 
 def _warn_of_unlike(text: str, dim: int, shapes: Mapping[str, tuple[int, ...]]) -> None:

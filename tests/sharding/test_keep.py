@@ -62,7 +62,8 @@ def test_padding_is_on_the_other_dimension():
 
 
 def test_nothing_is_kept_on_an_axis_of_one_device():
-    plan = plan_of("os", on=mesh(data=2, expert=1))
+    with pytest.warns(gshard.GShardWarning, match="nothing on a mesh whose axis 'expert' has one"):
+        plan = plan_of("os", on=mesh(data=2, expert=1))
     assert plan.params["experts"]["up"].kept is None and plan.group.kept == ""
 
 
@@ -112,6 +113,11 @@ BAD_KEEP = {
     "no number": ({"experts/": ("expert", "0")}, "Give the axis and the dimension, such as"),
     "no mapping": ([("experts/", "expert", 0)], "must map path patterns to a shard axis"),
     "two axes": ({"up": ("expert", 0), "down": ("data", 0)}, "several axes, data, expert"),
+    "two dimensions of one": (
+        {"experts/": ("expert", 0), "up": ("expert", -1)},
+        r"experts/up \[8, 16, 24\] matches 'experts/', .* 0 on 'exp.*'up', .*-1 on .*Change one",
+    ),
+    "two axes of one": ({"up": ("data", 0), "experts/": ("expert", 0)}, "'up', .* 0 on 'data'"),
 }  # fmt: skip
 
 
@@ -128,6 +134,11 @@ def test_bad_keep_is_refused(case):
 def test_a_pattern_that_is_no_expression_is_refused():
     with pytest.raises(gshard.GShardError, match="keep"):
         plan_of("os", {"(": ("expert", 0)})
+
+
+def test_patterns_that_ask_for_the_same_may_match_one_array():
+    up = plan_of("os", {**KEEP, "up": ("expert", -3)}).params["experts"]["up"]
+    assert up.kept.dim == 0
 
 
 def test_fewer_experts_than_devices_name_the_sizes_that_fit():
