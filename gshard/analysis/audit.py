@@ -24,6 +24,7 @@ from gshard.train.global_loss.transfers import NEEDED_BY
 _SCOPE = re.compile(r"\bgshard/(\w+)")
 # A user's own collective: the name of its primitive is the end of its name stack.
 _WRITTEN = re.compile(f"/({'|'.join(COLLECTIVES)})$")
+_TRANSPOSED = "transpose("  # in the name stack of a backward pass, with what it computes again
 _USES = ("argument", "output", "alias", "temp")
 _MEMORY = {use: f"{use}_size_in_bytes" for use in (*_USES, *(f"host_{use}" for use in _USES))}
 _MEMORY["peak"] = "peak_memory_in_bytes"
@@ -139,6 +140,7 @@ def collective_rows(
                 array.dtype,
                 purpose,
                 purpose == "scalar" or _is_scalar(combined.kind, purpose, array),
+                purpose == "loss" and _TRANSPOSED in op_name,
             )
             apart.setdefault(key, []).append(array)
         for key, arrays in apart.items():
@@ -146,7 +148,8 @@ def collective_rows(
             grouped.setdefault(key, []).append(one)
     rows = [
         CollectiveRow(
-            *key,
+            *key[:-1],
+            backward=key[-1],
             count=len(members),
             asynchronous=sum(x.asynchronous for x in members),
             conditional=any(x.conditional for x in members),

@@ -16,7 +16,7 @@ from gshard.sharding.budget import Budget, Traffic, products_table
 from gshard.sharding.nodes import check_kind
 from gshard.train.global_loss.transfers import Transfer, transfers_table
 
-_NO_BUDGET = ("optimizer", "agree", "user", "loss")  # what an optimizer or a loss asks for itself
+_NO_BUDGET = ("optimizer", "agree", "user")  # what others than gshard ask for
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class CollectiveRow:
       payload_bytes: the payload in bytes.
       wire_bytes: bytes that one device sends per run, by the ring algorithms.
       network_bytes: how many of these go to other nodes: the mean over the devices of a node.
+      backward: of purpose `loss`, whether it is in the backward pass, which may also compute the
+        forward pass again. The budget has the forward pass.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class CollectiveRow:
     payload_bytes: int | None
     wire_bytes: int | None
     network_bytes: int | None = 0
+    backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,8 +173,11 @@ def _known(row: CollectiveRow, amount: int | None) -> int:
 def _compared(
     budget: Budget, rows: Iterable[CollectiveRow]
 ) -> Iterator[tuple[tuple[str, str], list[Traffic], int | None]]:
-    """Yields (kind, purpose), its traffic in the budget, and the elements found; no scalars."""
-    rows = [row for row in rows if not row.scalar]
+    """Yields (kind, purpose), its traffic in the budget, and the elements found.
+
+    Without scalars, and without the backward pass of a loss.
+    """
+    rows = [row for row in rows if not row.scalar and not row.backward]
     for key in dict.fromkeys((x.kind, x.purpose) for x in (*budget.communicated, *rows)):
         traffic = [x for x in budget.communicated if (x.kind, x.purpose) == key]
         yield key, traffic, sum_known(x.elements for x in rows if (x.kind, x.purpose) == key)
@@ -180,10 +186,15 @@ def _compared(
 def _over_budget(budget: Budget, rows: Iterable[CollectiveRow]) -> Iterator[str]:
     """Yields a message for each kind of collective that transfers more than its budget.
 
-    Scalars have no budget, and neither has what an optimizer or a loss asks for itself. Collectives
-    that the compiler inserted have a budget of 0.
+    Scalars have no budget, and neither has what an optimizer or a user's function asks for itself.
+    Collectives that the compiler inserted have a budget of 0. A loss has one for kinds that its
+    forward pass was traced with: one branch, and one turn of a loop of unknown length.
     """
+    rows = list(rows)
+    unsure = {x.kind for x in rows if x.purpose == "loss" and (x.conditional or x.times is None)}
     for (kind, purpose), traffic, amount in _compared(budget, rows):
+        if purpose == "loss" and (not traffic or kind in unsure):
+            continue
         bound = sum(x.elements for x in traffic)
         if purpose not in _NO_BUDGET and (amount is None or amount > bound):
             many = "an unknown number" if amount is None else f"{amount:,}"
@@ -215,7 +226,9 @@ def _collectives_table(rows: Iterable[CollectiveRow], nodes: int) -> Table:
             row.kind,
             "?" if row.axes is None else ",".join(row.axes),
             row.dtype,
-            row.purpose + (" (scalar)" if row.scalar and row.purpose != "scalar" else ""),
+            row.purpose
+            + (" (scalar)" if row.scalar and row.purpose != "scalar" else "")
+            + (" (backward)" if row.backward else ""),
             f"{row.count:,}",
             f"{row.asynchronous:,}",
             ("<= " if row.conditional else "") + _number(row.times),

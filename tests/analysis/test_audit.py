@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard._util.errors import GShardError
 from gshard.analysis.audit import audit, collective_rows
+from gshard.analysis.audit_report import Audit
 from gshard.analysis.hlo import read_program
 from gshard.sharding.budget import Budget, Traffic
 
@@ -440,3 +441,21 @@ def test_a_gather_of_one_element_from_each_device_can_be_over_budget():
     w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, P("shard")))
     found = audit(whole, w, budget=Budget("dp", 8, {}, ()))
     assert found.exceeded == ("all-gather for compiler: the budget is 0 elements, found 8",)
+
+
+@pytest.mark.parametrize("case", ["more", "as much", "backward", "branch", "loop", "other kind"])
+def test_the_forward_pass_of_a_loss_has_a_budget(case):
+    scope = "jvp(needed by sum at model.py:3)"
+    scope = f"transpose({scope})" if case == "backward" else scope
+    text = WRITTEN.replace("OP", f"jit(f)/{scope}/all_gather")
+    (row,) = collective_rows(read_program(text), None)
+    assert (row.purpose, row.backward) == ("loss", case == "backward")
+    row = dataclasses.replace(row, conditional=case == "branch")
+    if case == "loop":
+        row = dataclasses.replace(row, times=None, elements=None)
+    kind = "all-to-all" if case == "other kind" else "all-gather"
+    budget = Budget("dp", 2, {}, (Traffic(kind, "loss", 8 if case == "as much" else 7, 0),))
+    found = Audit((row,), {}, budget)
+    message = "all-gather for loss: the budget is 7 elements, found 8"
+    assert found.exceeded == ((message,) if case == "more" else ())
+    assert ("loss (backward)" in str(found)) == row.backward

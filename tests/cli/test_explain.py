@@ -249,4 +249,4 @@ def test_what_a_loss_communicates_itself_exceeds_no_budget(capsys):
         assert main(["audit", f"tests.setups:{name}", *options]) == 0
         (found,) = json.loads(capsys.readouterr().out)["levels"].values()
         amounts = [x["elements"] for x in found["collectives"] if x["purpose"] == purpose]
-        assert amounts == [elements]
+        assert sum(amounts) == elements

@@ -21,6 +21,7 @@ from gshard.models import llama, moe
 from gshard.sharding import padded_storage
 from tests.experts import (
     DATA_EXPERT,
+    MODELS,
     D,
     E,
     F,
@@ -36,6 +37,7 @@ from tests.experts import (
     worst,
 )
 from tests.tiers import quick
+from tests.train.sequence.models import forward
 
 LEVELS = ("dp", "os", "os_g", "p_g_os")
 MESHES: dict[str, dict[str, Any]] = {
@@ -212,6 +214,17 @@ def gathers_over_expert(audit: gshard.Audit) -> dict[str, int]:
         if row.kind in ("all-gather", "reduce-scatter") and "expert" in (row.axes or ()):
             found[row.purpose] = found.get(row.purpose, 0) + row.elements
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "micro_batches"), [*((x, 1) for x in MODELS), ("one-hot", 3)])
+def test_the_budget_is_what_the_forward_pass_sends(model, micro_batches):
+    state, plan = sharded(DATA_EXPERT, "p_g_os")
+    step = gshard.make_train_step(mean_loss(model), plan, micro_batches=micro_batches)
+    audit = gshard.audit(step, state, batch())
+    sent = forward(step.budget.communicated)
+    assert sent == forward(audit.collectives) and sent.total() > 0
+    assert audit.exceeded == ()
 
 
 @pytest.mark.parametrize("level", quick(["os_g", "p_g_os"], ["p_g_os"]))

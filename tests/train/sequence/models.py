@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import flax.linen as nn
@@ -149,3 +151,12 @@ def assert_gradients(
         x = np.asarray(x)[tuple(map(slice, y.shape))]  # without padding
         largest = max(np.abs(y).max(), least)
         np.testing.assert_allclose(x / largest, y / largest, rtol=0, atol=within, err_msg=str(path))
+
+
+def forward(rows: Iterable[Any]) -> Counter[str]:
+    """Elements of a loss's forward pass by kind: of a budget's rows, or of an audit's."""
+    found: Counter[str] = Counter()
+    for x in rows:
+        if x.purpose == "loss" and not getattr(x, "backward", False):
+            found[x.kind] += x.elements
+    return found

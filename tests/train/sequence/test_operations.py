@@ -23,6 +23,7 @@ from tests.train.sequence.models import (
     V,
     assert_gradients,
     batch,
+    forward,
     init,
     loss_of,
     sharded,
@@ -108,19 +109,21 @@ def test_a_layer_in_a_scan_counts_as_often_as_it_runs():
     assert counts == {4}  # two layers, in each q and the output, and k and v
 
 
-@pytest.mark.parametrize("how", quick(HOW, ["ring"]))
-def test_the_budget_is_what_the_program_sends(how):
-    """Of the forward pass alone: evaluation has no other."""
-    model = model_of(how)
-    params = init(model)
-    state, plan = sharded(params, "dp", sequence=4)
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", ["", "scan remat"])
+@pytest.mark.parametrize("how", HOW)
+def test_the_budget_is_what_the_program_sends(how, parts):
+    """In the forward pass: the backward pass sends more, and remat once more."""
+    model = model_of(how, *parts.split())
+    state, plan = sharded(init(model), "dp", sequence=4)
     step = gshard.make_train_step(loss_of(model), plan)
-    step.lower(state, batch())
-    rows = {x.kind: x.elements for x in step.budget.communicated if x.purpose == "loss"}
-    assert rows == {
-        kind: sum(of_kind(step, kind).values())
-        for kind in {x.kind for x in step.loss_transfers if x.axes}
-    }
+    audit = gshard.audit(step, state, batch())
+    sent = forward(step.budget.communicated)
+    assert sent == forward(audit.collectives) and sent.total() > 0
+    assert audit.exceeded == ()
+    less = [dataclasses.replace(x, elements=x.elements - 1) for x in step.loss_transfers]
+    short = dataclasses.replace(audit, budget=gshard.budget(plan, loss_transfers=less))
+    assert {x.split(":")[0] for x in short.exceeded} == {f"{kind} for loss" for kind in sent}
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
