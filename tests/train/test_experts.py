@@ -25,6 +25,7 @@ from tests.experts import (
     D,
     E,
     F,
+    K,
     V,
     batch,
     clipped_adamw,
@@ -96,6 +97,24 @@ def test_a_maximum_over_all_micro_batches():
     found, wanted = step(state, batch())[1]["aux"], loss(params(), batch())[1]
     np.testing.assert_allclose(found["largest"], wanted["largest"], rtol=1e-5)
     assert found["any"] and wanted["any"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data 2, expert 4", "replica 2, data 2, expert 2"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_dropped_tokens_and_the_load_are_those_of_one_device(mesh, micro_batches):
+    def loss(p, given):
+        h = jnp.tanh(p["embed"][given["x"]])
+        routing = gshard.expert.route(h @ p["router"], K, capacity_factor=0.75)
+        aux = {"dropped": gshard.expert.dropped(routing), "load": gshard.expert.load(routing)}
+        return mean_loss("gshard.expert")(p, given), aux
+
+    state, plan = sharded(MESHES[mesh], "p_g_os")
+    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=micro_batches)
+    found, wanted = step(state, batch())[1]["aux"], loss(params(), batch())[1]
+    np.testing.assert_array_equal(found["load"], wanted["load"])
+    np.testing.assert_allclose(found["dropped"], wanted["dropped"], rtol=1e-6)
+    assert 0.1 < wanted["dropped"] < 0.9 and wanted["load"].sum() == 24 * 6 * K
 
 
 @pytest.mark.parametrize("accumulate", quick(["level", "local", "scatter", "sync"], ["scatter"]))
