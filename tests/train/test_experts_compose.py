@@ -245,3 +245,16 @@ def test_two_processes_share_experts_and_examples(tmp_path):
         np.testing.assert_allclose(
             found["by_position"], found["by_position_of_one_device"], rtol=1e-5
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "order"), [("os", "contiguous"), ("p_g_os", "zigzag")])
+def test_sequences_experts_shards_and_replicas(tmp_path, level, order):
+    """On 16 devices, two for each axis: this process has too few."""
+    module, sizes = "train.four_axes_worker", {"processes": 1, "devices_each": 16}
+    (found,) = run_workers(tmp_path, module, level, order, **sizes)
+    assert found["sizes"].tolist() == [2, 2, 2, 2]
+    for name in ("losses", "gradients", "parameters"):
+        assert np.abs(found[name]).max() < 2e-6, name
+    assert not found["exceeded"].size and "loss" in found["sent_for"]
+    assert found["restored"] == found["moments"] == 0
