@@ -69,7 +69,8 @@ def compare(states: Sequence[Any], wanted: Sequence[Any], plan: Plan) -> None:
 def placed(arrays: Any, shardings: Any, what: str) -> Any:
     """Places arrays on the devices of an optimizer; with several processes they must be equal."""
     try:
-        return jax.device_put(arrays, shardings)
+        with jax.disable_jit(False):  # else JAX fails at the comparison
+            return jax.device_put(arrays, shardings)
     except AssertionError as error:  # of JAX, which compares the values of the processes
         raise GShardError(
             f"step: {what} differ between the processes, and each updates its own shards. Give "

@@ -107,7 +107,8 @@ def stored_on_host(x: Any, layout: Layout) -> np.ndarray:
         meet((device.process_index for device in x.sharding.device_set), "a gather of full arrays")
         sharding: Any = x.sharding
         replicated = NamedSharding(sharding.mesh, jax.P())
-        return replicated_value(jax.jit(_identity, out_shardings=replicated)(x))
+        with jax.disable_jit(False):  # else the result is `x` itself
+            return replicated_value(jax.jit(_identity, out_shardings=replicated)(x))
 
 
 def _identity(x: jax.Array) -> jax.Array:  # one function, so that it is compiled once

@@ -63,7 +63,8 @@ class ReplicaCheck:
         self._count += 1
         if self._count % self._every == 0:
             leaves = jax.tree.leaves(params)
-            sums = self._sums([leaves[i] for i in self._chosen])
+            with jax.disable_jit(False):  # else each process has its own sums alone
+                sums = self._sums([leaves[i] for i in self._chosen])
             late_checks(self._plan).add(partial(self._fault_of, sums, self._count))
 
     def _fault_of(self, sums: jax.Array, call: int) -> str:

@@ -404,7 +404,8 @@ def shard_leaf(x: Any, layout: Layout, plan: Plan) -> jax.Array:
         def copy(x: jax.Array) -> jax.Array:
             return layout.pad(jnp.copy(x).astype(layout.dtype))
 
-        return jax.jit(copy, out_shardings=sharding)(x)
+        with jax.disable_jit(False):  # else it stays where it is
+            return jax.jit(copy, out_shardings=sharding)(x)
     check_fits(x, layout.dtype, layout.path or "the step number")
     host = layout.pad(np.asarray(x, dtype=layout.dtype))
     return jax.make_array_from_callback(

@@ -271,7 +271,8 @@ def _common_end(path: str, name: str) -> int:
 
 def _like(old: Any, layout: Layout, value: np.ndarray, sharding: Any) -> jax.Array:
     if is_key(old):
-        data = jax.device_put(value.astype(np.uint32), jax.random.key_data(old).sharding)
+        with jax.disable_jit(False):  # else JAX fails where it compares those of processes
+            data = jax.device_put(value.astype(np.uint32), jax.random.key_data(old).sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(old))
     host = layout.pad(value.astype(old.dtype))
     return jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))

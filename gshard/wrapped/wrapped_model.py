@@ -129,8 +129,9 @@ class Wrapped(Keeping):
             given, rest = split_inputs((args, kwargs))
             self._gshard_settle()
             rows = next((x.shape[0] for x in given if x.ndim), 0)
-            placed = [_placed(x, self.plan, rows) for x in given]
-            out = self._gshard_forward(cast(Any, self), placed, fixed=rest)
+            with jax.disable_jit(False):  # else no tracer ends the recursion
+                placed = [_placed(x, self.plan, rows) for x in given]
+                out = self._gshard_forward(cast(Any, self), placed, fixed=rest)
             limit_in_flight(out)
             return out
         pairs = self._gshard_pairs()

@@ -143,6 +143,61 @@ def nan_of_one(rank: int) -> Any:
     return (gshard.full_params(state), metrics["skipped_steps"]), (small.params(), 1)
 
 
+def without_jit(call: Callable[[int], Any]) -> Callable[[int], Any]:
+    def misuse(rank: int) -> Any:
+        import jax
+
+        with jax.disable_jit():
+            return call(rank)
+
+    return misuse
+
+
+def gathers(_: int) -> Any:
+    """What is sharded comes back, as does what is sharded from arrays of all processes."""
+    from tests.misuses import small
+
+    whole, _ = small.shard(level="dp")
+    state, _ = small.shard(small.linen().replace(params=whole.params), "p_g_os")
+    shape = state.params["w"].addressable_shards[0].data.shape
+    return (gshard.full_params(state), shape), (small.params(), (4, 8))
+
+
+def compares_replicas(rank: int) -> Any:
+    from tests.misuses import small
+
+    state, plan = small.shard()
+    step = gshard.make_train_step(small.loss_fn, plan, check_replicas=1)
+    for _ in range(4):
+        state, metrics = step(state, own(rank))
+    return int(state.step), 4
+
+
+def updates_by_itself(_: int) -> Any:
+    """SGD of a ZeroRedundancyOptimizer."""
+    import jax
+    import optax
+
+    import gshard.pytorch
+    from tests.misuses import small
+
+    params = small.params()
+    opt = gshard.pytorch.ZeroRedundancyOptimizer(params, optax.sgd, lr=1.0)
+    new = opt.step(jax.tree.map(np.ones_like, params))
+    return new, jax.tree.map(lambda x: x - 1, params)
+
+
+def dropout_loaded(_: int) -> Any:
+    """The state dict has a key of random numbers."""
+    from flax import nnx
+
+    layers = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+    model = gshard.pytorch.DistributedDataParallel(nnx.Sequential(*layers))
+    values = model.state_dict()
+    model.load_state_dict(values)
+    return model.state_dict(), values
+
+
 def trains_alone(rank: int) -> Any:
     """Each process has a mesh of its own devices, and the whole batch."""
     import jax
@@ -458,8 +513,9 @@ def called(more: int) -> Callable[[int], Any]:
     return misuse
 
 
-def scaled_by(_: int, first: float = 1.0) -> Any:
+def scaled_by(_: int, first: float = 1.0, disable_jit: bool = False) -> Any:
     """A wrapped model of examples and of an array of 20 numbers, of which it takes the mean."""
+    import jax
     from flax import nnx
     from jax.experimental import multihost_utils
 
@@ -474,7 +530,9 @@ def scaled_by(_: int, first: float = 1.0) -> Any:
 
     scales = np.linspace(first, 3, 20, dtype=np.float32)
     wrapped, _, _ = gshard.paddle.group_sharded_parallel(make(), small.ADAM, "dp")
-    out = multihost_utils.process_allgather(wrapped(own()["x"], scales), tiled=True)
+    with jax.disable_jit(disable_jit):
+        out = wrapped(own()["x"], scales)
+    out = multihost_utils.process_allgather(out, tiled=True)
     return out, make()(small.BATCH["x"], scales)
 
 
@@ -524,6 +582,11 @@ ROWS: dict[str, Row] = {
     "another number of micro-batches": refused(micro_batches, "micro_batches"),
     "another post_update": refused(post_update, "program"),
     "the loss prints on one process": right(prints),
+    "jax.disable_jit: full_params": right(without_jit(gathers)),
+    "jax.disable_jit: check_replicas=": right(without_jit(compares_replicas)),
+    "jax.disable_jit: ZeroRedundancyOptimizer": right(without_jit(updates_by_itself)),
+    "jax.disable_jit: a wrapped model": right(lambda r: scaled_by(r, disable_jit=True)),
+    "jax.disable_jit: load_state_dict": right(without_jit(dropout_loaded)),
     "the output of a wrapped model": right(called(0)),
     "the output of a wrapped model for an array that is no batch": right(scaled_by),
     "an array that is no batch differs": refused(
