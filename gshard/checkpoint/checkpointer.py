@@ -225,6 +225,7 @@ class Checkpointer:
             self._retention.check(table)
             return Contents(StepInfo.of(number, infos, plan, table), arrays, data, plan)
 
+        self._refuse_fork()
         writer, elsewhere = self._writer_of(step, flag("force", force))
         if writer is None:
             self._refuse_closed()  # a writer says so on all processes
@@ -458,13 +459,16 @@ class Checkpointer:
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
         """Lets one thread in at a time, and allows the transfers that the call needs."""
+        self._refuse_fork()
+        with self._in_use, spending("checkpoint"), jax.transfer_guard("allow"):
+            yield
+
+    def _refuse_fork(self) -> None:
         if self._process != os.getpid():  # a fork has neither the threads nor the locks
             raise CallOrderError(
                 "this process is a fork of the one that made this Checkpointer, and does not have "
                 "its threads. Call it in that process."
             )
-        with self._in_use, spending("checkpoint"), jax.transfer_guard("allow"):
-            yield
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -91,9 +91,10 @@ def test_in_a_forked_child_the_lock_is_not_its_own(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_forked_child_cannot_use_a_checkpointer(tmp_path):
     """The thread that saves is not in the child, which would wait for it for ever."""
-    with gshard.Checkpointer(tmp_path) as checkpointer:
+    with gshard.Checkpointer(tmp_path, every=2) as checkpointer:
         calls = [
-            lambda: checkpointer.save(1, None),
+            lambda: checkpointer.save(1, None),  # of which no step is saved
+            lambda: checkpointer.save(2, None),
             checkpointer.wait,
             lambda: checkpointer.delete(1),
             lambda: checkpointer.restore(like=None),
