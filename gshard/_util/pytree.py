@@ -160,7 +160,7 @@ def check_fits(x: Any, dtype: Any, where: str) -> None:
     if isinstance(x, jax.Array) or not jnp.issubdtype(dtype, np.integer):
         return
     x, limits = np.asarray(x), jnp.iinfo(dtype)
-    if x.dtype.kind not in "iuO" or x.dtype.itemsize <= limits.dtype.itemsize or not x.size:
+    if x.dtype.kind not in "iuO" or np.can_cast(x.dtype, limits.dtype) or not x.size:
         return
     for value in (x.min(), x.max()):
         if not limits.min <= int(value) <= limits.max:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 
 from gshard._util.arrays import is_key
 from gshard._util.errors import GShardError, some
-from gshard._util.pytree import check_unique, differences, flatten
+from gshard._util.pytree import check_fits, check_unique, differences, flatten
 from gshard.checkpoint.quantized import blocks_of
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
@@ -97,6 +97,7 @@ def _can_be_saved(path: str, x: Any, layout: Layout) -> bool:
     unless jax_enable_x64 is on.
     """
     if not hasattr(x, "dtype"):
+        check_fits(x, layout.dtype, f"save: {path}")
         has_dtype = _is_exact(x, layout.dtype)
     else:
         dtype = x.dtype if is_key(x) else canonicalize_dtype(x.dtype)
@@ -113,8 +114,7 @@ def _is_exact(number: Any, dtype: Any) -> bool:
     Floats are rounded, as they are everywhere.
     """
     if jnp.issubdtype(dtype, jnp.integer):
-        limits = jnp.iinfo(dtype)
-        return isinstance(number, int) and limits.min <= number <= limits.max
+        return isinstance(number, int)
     return not isinstance(number, complex) or jnp.issubdtype(dtype, jnp.complexfloating)
 
 

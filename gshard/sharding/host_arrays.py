@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from gshard._util.activity import doing, meet
-from gshard._util.arrays import replicated_value
+from gshard._util.arrays import is_key, replicated_value
 from gshard._util.errors import GShardError
-from gshard._util.pytree import map_leaves
+from gshard._util.pytree import check_fits, map_leaves
 from gshard._util.tracebacks import short_traceback
 from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.validate import refuse_abstract, refuse_donated, refuse_traced
@@ -83,7 +83,7 @@ def full_on_host(tree: Any, layouts: Any) -> Any:
 
 
 def _leaf_to_host(x: jax.Array, layout: Layout) -> Any:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         data = jnp.array(replicated_value(jax.random.key_data(x)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return layout.unpad(np.array(stored_on_host(x, layout)))
@@ -96,6 +96,7 @@ def stored_on_host(x: Any, layout: Layout) -> np.ndarray:
     with `x`; where it does not, no other reference keeps it alive.
     """
     if not isinstance(x, jax.Array):
+        check_fits(x, layout.dtype, layout.path or "the step number")
         return np.asarray(x, layout.dtype)
     if x.is_fully_addressable:
         return _assemble([s for s in x.addressable_shards if s.replica_id == 0], x)

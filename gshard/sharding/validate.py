@@ -17,7 +17,7 @@ from jax import core, dtypes
 from jax.sharding import NamedSharding
 
 from gshard._util.errors import DonatedStateError, GShardError, some
-from gshard._util.pytree import flatten, same_leaves
+from gshard._util.pytree import check_fits, flatten, same_leaves
 from gshard.sharding.layout import DEVICE, HOST
 
 _NUMBERS: tuple[type, ...] = (int, float, complex, np.generic, np.ndarray)
@@ -86,8 +86,8 @@ class TreeChecker:
             )
         with jax.transfer_guard("allow"):  # these are asked for
             leaves = [
-                placed(x, wanted) if self._donated or not np.ndim(x) else x
-                for x, wanted in zip(leaves, self._leaves, strict=True)
+                placed(x, wanted, path) if self._donated or not np.ndim(x) else x
+                for path, x, wanted in zip(self._paths, leaves, self._leaves, strict=True)
             ]
         return leaves, structure
 
@@ -194,7 +194,7 @@ def _fault(x: Any, wanted: jax.ShapeDtypeStruct) -> str:
     return f"is stored on {here}, not on {there}"
 
 
-def placed(x: Any, wanted: jax.ShapeDtypeStruct) -> Any:
+def placed(x: Any, wanted: jax.ShapeDtypeStruct, path: str) -> Any:
     """Returns a copy of a value that the user has set, placed as the program returns it.
 
     For a number on the host, or an array that is not committed to a device, JAX would compile
@@ -207,6 +207,7 @@ def placed(x: Any, wanted: jax.ShapeDtypeStruct) -> Any:
         data = np.asarray(jax.random.key_data(x))
         data = _copied(data, NamedSharding(wanted.sharding.mesh, jax.P()))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    check_fits(x, wanted.dtype, path)
     return _copied(np.asarray(x, wanted.dtype), wanted.sharding)
 
 

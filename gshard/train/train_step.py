@@ -248,7 +248,7 @@ class TrainStep:
         self._rng = options.rng
         if options.rng is not None and isinstance(plan.mesh, Mesh):  # not copied again in each step
             form = jax.ShapeDtypeStruct((), options.rng.dtype, sharding=same)
-            self._rng = placed(options.rng, form)
+            self._rng = placed(options.rng, form, "rng=")
         self.jitted: Any = jax.jit(
             self._stages.train_step,
             static_argnums=1,

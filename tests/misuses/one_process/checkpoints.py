@@ -220,7 +220,15 @@ ROWS = {
         lambda path: saves(path, state=kept()[0].replace(step=3j)), "step is complex", "int32"
     ),
     "a state whose step is 2**31": refused(
-        lambda path: saves(path, state=kept()[0].replace(step=2**31)), "step is int", "int32"
+        lambda path: saves(path, state=kept()[0].replace(step=2**31)), "step contains 2147", "int32"
+    ),
+    "a state whose step is np.uint32(2**31) is trained": refused(
+        lambda _: kept()[2](kept()[0].replace(step=np.uint32(2**31)), BATCH),
+        "step contains 2147483648",
+        "does not fit int32",
+    ),
+    "a state whose step is 2**31 is gathered": refused(
+        lambda _: kept()[1].unwrap(kept()[0].replace(step=2**31)), "step number contains 2147483648"
     ),
     "a step below the newest": refused(lower_number, "4", "5"),
     "a plain state is saved": refused(
