@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gshard._util.arrays import at_least_float32
-from gshard._util.errors import GShardError, did_you_mean, some, warn
+from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean, some, warn
 from gshard._util.pytree import flatten, path_of, same_leaves
 from gshard._util.validation import shown
 from gshard.sharding.precision import is_floating
@@ -49,6 +49,17 @@ class Weighted:
 
     sum: Any
     weight: Any
+
+    def _refuse_arithmetic(self, *_: Any) -> NoReturn:
+        raise ArgumentTypeError(
+            "a gshard.Weighted is a sum and a weight, with which Python cannot calculate. Change "
+            "the sum: gshard.Weighted(w.sum + x * w.weight, w.weight) adds x to the quotient of "
+            "both, gshard.Weighted(x * w.sum, w.weight) multiplies it. Without "
+            "loss_semantics='per_device' w.sum / w.weight, a plain loss, can be added to others."
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuse_arithmetic
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
 
 
 Reduction = Literal["sum", "mean", "max", "min", "any", "all"]

@@ -303,6 +303,12 @@ ROWS = {
     "the weight of a Weighted is None": refused(
         lambda _: one(lambda p, b: gshard.Weighted(loss_fn(p, b), None)), "weight", "None"
     ),
+    "a number is added to a Weighted": refused(
+        lambda _: one(
+            lambda p, b: 1e-2 * jnp.abs(p["w"]).sum() + gshard.Weighted(loss_fn(p, b), 1)
+        ),
+        *("a sum and a weight", "w.sum + x * w.weight"),
+    ),
     "a Weighted in a Weighted": refused(
         lambda _: one(lambda p, b: gshard.Weighted(gshard.Weighted(loss_fn(p, b), 1), 1)),
         "a Weighted",
