@@ -183,6 +183,7 @@ class _Source:
         if not isinstance(batches, Iterable):
             raise ArgumentTypeError(f"join: {name}={shown(batches)} is not an iterable of batches.")
         self._batches, self._name = iter(batches), name
+        self._is_iterator = self._batches is batches
         self.batch: Any = None
         self.left, self.idle = True, 0
 
@@ -191,6 +192,11 @@ class _Source:
         batch = next(self._batches, None) if self.left else None
         self.left = batch is not None
         if batch is None:
+            if self.batch is None and self._is_iterator and not self.idle:
+                warn(
+                    f"join: {self._name} has no batch. It is an iterator, such as a generator, and "
+                    "can be read only once: make another one for each epoch."
+                )
             self.idle += 1
             return
         if self.batch is not None and _shapes(batch) != _shapes(self.batch):

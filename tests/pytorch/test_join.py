@@ -124,6 +124,16 @@ def test_a_loop_over_something_else_is_warned_of():
         raise KeyError
 
 
+def test_an_iterator_that_was_used_up_is_warned_of():
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
+    with gshard.pytorch.Join([dp]) as join:
+        inputs = iter([rows(4, 0)]), [rows(4, 1)]
+        assert len(list(join(*inputs))) == 1
+        with pytest.warns(gshard.GShardWarning, match=r"inputs\[0\] has no batch\. .* only once"):
+            assert len(list(join(*inputs))) == 1
+        assert not list(join([]))  # a list without batches is one
+
+
 def test_early_termination_is_an_error_where_asked_for():
     dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
     for given in ({"throw_on_early_termination": True}, {"enable": False}):
