@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean
 from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import MOST_DEVICES, check_integer, shown
 from gshard.analysis.config import Config
@@ -107,6 +107,11 @@ def forecast(
         raise GShardError(
             f"arguments= are those of the function that 'module:function' names; model is "
             f"{shown(model)}, which takes none."
+        )
+    if report is not None and not callable(report):
+        raise ArgumentTypeError(
+            f"report={shown(report)} is not a function. Pass one that takes the name of a level, "
+            "such as print."
         )
     if platform is not None and platform not in PLATFORMS:
         raise GShardError(

@@ -12,7 +12,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 
 import jax
 from flax import nnx
@@ -69,6 +69,20 @@ class Keeping:
                     f"{type(self).__name__} has no attribute {name!r}. {self._gshard_instead[name]}"
                 ) from error
             raise
+
+    def __copy__(self) -> Any:
+        above: Any = super()
+        if hasattr(above, "__copy__"):  # the user's own
+            return above.__copy__()
+        made = object.__new__(type(self))
+        made.__setstate__(self.__getstate__())
+        return made
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise GShardError(
+            f"a {type(self).__name__} cannot be pickled: it belongs to the devices of this "
+            "process. Pickle its state_dict(), and give that to set_state_dict of another."
+        )
 
 
 class LoadedNames(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import jax
@@ -236,6 +237,11 @@ def saved(path: Any, model: Any, **options: Any) -> Any:
     gshard.paddle.save_group_sharded_model(model, path / "out", **options)
 
 
+def copied(_):
+    model = wrapped("os")[0]
+    return copy.copy(model)(BATCH["x"]), model(BATCH["x"])
+
+
 def data_parallel() -> Any:
     return gshard.paddle.DataParallel(plain())
 
@@ -253,6 +259,10 @@ ROWS = {
     ),
     "level='p_g'": refused(lambda _: wrapped("p_g"), "'p_g'", "p_g_os"),
     "level='4'": refused(lambda _: wrapped("4"), "level='4'", "p_g_os"),
+    "a wrapped model is pickled": refused(
+        lambda _: pickle.dumps(wrapped("os")[0]), "cannot be pickled", "Pickle its state_dict()"
+    ),
+    "a wrapped model is copied by copy.copy": right(copied),
     "an NNX optimizer of another model": refused(of_another_model, "another optimizer", "tx.init"),
     "the class of an optimizer": refused(lambda _: wrapped(tx=optax.adam), "optimizer"),
     "a scaler that is a number": refused(lambda _: wrapped(scaler=1024.0), "scaler"),

@@ -33,6 +33,9 @@ ROWS = {
     "collectives of a budget by JAX's name": refused(
         lambda _: gshard.budget(kept()[1]).elements("all_reduce"), "Did you mean 'all-reduce'?"
     ),
+    "a number as report= of a forecast": refused(
+        lambda _: gshard.forecast(linen(), 8, report=3), "report=3", "such as print"
+    ),
     "whether a level fits that was not forecast": refused(
         lambda _: gshard.forecast(linen(), 8, levels="os").fits("zero3"),
         "level p_g_os was not forecast, only os",
