@@ -46,8 +46,10 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
     model_axes = [name for name in here.axis_names if name not in axes]
     sizes = dict(zip(here.axis_names, here.axis_sizes, strict=True))
     unbound: dict[str, int] = {}
+    places: list[str] = []  # of what is unbound
     missing: dict[str, Exception] = {}  # axes that the mesh lacks
     refused: list[Exception] = []
+    examples = [axis for axis in axes if axis != SEQUENCE]
     mesh: AbstractMesh | None = None
 
     def next_mesh() -> AbstractMesh:
@@ -71,9 +73,8 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
             name = _UNBOUND.search(str(error))
             if name is None or name[1] in unbound:
                 raise
-            examples = [axis for axis in axes if axis != SEQUENCE]
             unbound[name[1]] = math.prod(sizes[axis] for axis in examples)
-            _warn_of_unbound(name[1], examples, _line_of(error))
+            places.append(f"the axis {name[1]!r}{_line_of(error)}")
         except (ValueError, RuntimeError) as error:
             if isinstance(error, GShardError):
                 raise
@@ -103,8 +104,10 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
             explain_shapes(error)
             raise
     ignored = model_axes if is_last else []
-    for error in missing.values():
-        _warn_of_missing(error, ignored)
+    if places:
+        _warn_of_unbound(places, examples)
+    if missing:
+        _warn_of_missing(list(missing.values()), ignored)
     if ignored and not missing and "passed to shard_map" not in str(refused[0]):
         _warn_of_ignored(refused[0], ignored)
     warn_of_padding(closed.consts)
@@ -136,21 +139,22 @@ def _mesh_of_user(here: AbstractMesh, missing: Sequence[str] | dict[str, Any]) -
     return here.update(axis_sizes=sizes, axis_names=names, axis_types=types)
 
 
-def _warn_of_unbound(name: str, axes: Sequence[str], line: str) -> None:
+def _warn_of_unbound(places: Sequence[str], axes: Sequence[str]) -> None:
     warn(
-        f"the loss communicates over the axis {name!r}{line}, but no mesh axis has this name: "
+        f"the loss communicates over {' and '.join(places)}, but no mesh axis has this name: "
         f"gshard takes it to mean the data axes {tuple(axes)}. To say so explicitly, pass "
         "axis_name=plan.data_axes."
     )
 
 
-def _warn_of_missing(error: Exception, ignored: Sequence[str]) -> None:
-    """Warns of a constraint over an axis that the mesh lacks, and of ones over model axes."""
-    found = _MISSING.search(str(error))
-    axis, spec = found.groups() if found else ("", "")
+def _warn_of_missing(errors: Sequence[Exception], ignored: Sequence[str]) -> None:
+    """Warns of constraints over axes that the mesh lacks, and of ones over model axes."""
+    found = [(x[1], f"{x[2]}{_line_of(e)}") for e in errors if (x := _MISSING.search(str(e)))]
+    axis, where = found[0][0], " and ".join(dict.fromkeys(place for _, place in found))
     warn(
-        f"the model constrains an array to {spec}{_line_of(error)}, and the mesh has no axis "
-        f"{axis!r}: the constraint is ignored.{_also_ignored(ignored)} Give the mesh that axis "
+        f"the model constrains an array to {where}, and the mesh has no axis "
+        f"{' or '.join(repr(name) for name, _ in found)}: the constraint is ignored."
+        f"{_also_ignored(ignored)} Give the mesh that axis "
         f"(gshard.make_mesh({{{axis!r}: {jax.device_count()}}}) if it carries examples, else "
         "extra=), or remove the name from the model."
     )

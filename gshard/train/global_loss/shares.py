@@ -18,6 +18,7 @@ from gshard._util.errors import GShardError, warn
 from gshard._util.jaxpr import CUSTOM_VJP, abstract, abstract_like, primitives
 from gshard._util.jaxpr_dataflow import inputs_used
 from gshard.sharding.group import Group
+from gshard.sharding.topology import SEQUENCE
 from gshard.train.comm.examples import gather_examples, sum_partial
 from gshard.train.fsdp.trace_loss import trace_loss
 from gshard.train.global_loss.conversions import NeedsSum
@@ -222,7 +223,8 @@ def evaluate_loss(
         structure.unflatten(map(full, arrays, dims)),
         jax.tree.map(abstract_like, rng),
     )
-    if trained and arrays and parts > 1:
+    inner = SEQUENCE if group.sequence > 1 else group.kept
+    if trained and arrays and parts > 1 and (not inner or evaluator.axes == (inner,)):
         _warn_of_unread(jaxpr, trained, range(len(params), len(params) + len(arrays)))
     leaves = [
         (x, REPLICATED if dim is None else Placement("sharded", dim, kept=True), at < trained)

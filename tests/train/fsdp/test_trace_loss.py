@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.sharding import NamedSharding
 
 import gshard
@@ -390,3 +391,28 @@ def test_metrics_that_a_loss_drops_are_not_refused_with_micro_batches():
     )
     _, metrics = step(state, X)
     np.testing.assert_allclose(metrics["loss"], dropped(params, X), rtol=1e-6)
+
+
+ONCE = {
+    "an axis that the mesh lacks": (
+        lambda p, x: lax.with_sharding_constraint(x @ p, jax.P("u", "v")).mean(),
+        "no axis 'u' or 'v': the constraint",
+    ),
+    "an axis name that nothing binds": (
+        lambda p, x: lax.pmean((x @ p).mean(), ("u", "v")),
+        "axis 'u' .* and the axis 'v' ",
+    ),
+    "a batch that is not read": (lambda p, x: p.sum(), "reads no array of its batch"),
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_several_axes_are_warned_of_once(name):
+    loss, says = ONCE[name]
+    mesh = gshard.make_mesh(sequence=2)
+    state, plan = gshard.shard_train_state(
+        (jnp.ones((8, 8)), optax.sgd(0.1)), mesh, "os", min_shard_size=0
+    )
+    with pytest.warns(gshard.GShardWarning, match=says) as said:
+        gshard.make_train_step(loss, plan).lower(state, jnp.ones((8, 8)))
+    assert len(said) == 1
