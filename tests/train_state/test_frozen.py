@@ -132,6 +132,52 @@ def test_frozen_parameters_stay_and_the_rest_trains_as_on_one_device(level, expe
     assert jax.tree.map(lambda x: x.sharding, mine) == jax.tree.map(lambda x: x.sharding, state)
 
 
+@pytest.mark.parametrize("level", quick(LEVELS[1:], ["p_g_os"]))
+def test_a_frozen_layer_between_trained_ones_in_bfloat16(level):
+    """As in Paddle's dygraph_group_fsdp.py: gradients are summed in float32, and clipped."""
+    rng, width, devices, k = np.random.default_rng(0), 13, 4, 2
+    params = {f"layer{i}": rng.normal(size=(width, width)) / width**0.5 for i in range(4)}
+    params = {name: x.astype(np.float32) for name, x in params.items()}
+    b = {name: rng.normal(size=(devices * k * 3, width)).astype(np.float32) for name in "xy"}
+
+    # Adam would scale up what rounding leaves of entries near 0.
+    tx = optax.chain(optax.clip_by_global_norm(0.3), optax.sgd(0.1, momentum=0.9))
+
+    def loss(p, b):
+        x = b["x"].astype(jnp.bfloat16)
+        for w in p.values():
+            x = nn.tanh(x @ w.astype(jnp.bfloat16))
+        return ((x.astype(jnp.float32) - 3 * b["y"]) ** 2).mean()
+
+    trained = {name: x for name, x in params.items() if name != "layer1"}
+    opt_state, shares = tx.init(trained), devices * k
+    for _ in range(STEPS):
+        rounded = {name: jnp.asarray(x, jnp.bfloat16) for name, x in {**params, **trained}.items()}
+        each = [{n: x[i::shares] for n, x in b.items()} for i in range(shares)]
+        grads = [jax.grad(loss)(rounded, part) for part in each]
+        mean = {n: sum(g[n].astype(jnp.float32) for g in grads) / shares for n in trained}
+        assert optax.tree.norm(mean) > 0.3  # clipping is active
+        updates, opt_state = tx.update(mean, opt_state, trained)
+        trained = optax.apply_updates(trained, updates)
+
+    state, plan = gshard.shard_train_state(
+        TrainState.create(apply_fn=None, params=params, tx=tx),
+        gshard.make_mesh(replica=2, devices=jax.devices()[:devices]),
+        level,
+        frozen="layer1",
+        precision=gshard.Precision("bfloat16", reduce_dtype="float32"),
+        min_shard_size=8,
+    )
+    step = gshard.make_train_step(loss, plan, micro_batches=k)
+    for _ in range(STEPS):
+        state, _ = step(state, b)
+    found = gshard.full_params(state)
+    np.testing.assert_array_equal(found["layer1"], params["layer1"])
+    for name, x in trained.items():
+        error = np.abs(found[name] - x).max()
+        assert error <= 0.01 * np.abs(x - params[name]).max(), name
+
+
 @pytest.mark.parametrize("level", quick(LEVELS, ["os_g", "p_g_os"]))
 def test_frozen_parameters_cost_no_state_and_no_gradient(level):
     state, plan = gshard.shard_train_state(fresh(), mesh(), level, frozen="base$", **OPTIONS)
