@@ -8,7 +8,6 @@ an argmax over them differs from one device. So does calling an NNX model direct
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +19,7 @@ from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 
 _Form = tuple[tuple[int, ...], str]  # stored shape and dtype
-_Stored = tuple[Layout, weakref.WeakSet[Plan]]  # a layout with padding, and the plans that have it
-_stored: dict[_Form, dict[Any, _Stored]] = {}  # by form, and then by sharding
+_stored: dict[_Form, dict[Any, Layout]] = {}  # by form, the layouts with padding by their sharding
 
 
 def remember(plan: Plan) -> None:
@@ -29,7 +27,7 @@ def remember(plan: Plan) -> None:
     for layout in jax.tree.leaves(plan.layouts):
         if layout.padding:
             of_form = _stored.setdefault((layout.stored_shape, str(layout.dtype)), {})
-            of_form.setdefault(plan.sharding(layout), (layout, weakref.WeakSet()))[1].add(plan)
+            of_form.setdefault(plan.sharding(layout), layout)
 
 
 def warn_of_padded_model(plan: Plan) -> None:
@@ -46,9 +44,7 @@ def warn_of_padded_model(plan: Plan) -> None:
 
 
 def warn_of_padding(arrays: Sequence[Any], name: str = "") -> None:
-    """Warns of arrays that look like one of those.
-
-    Of a tracer only shape and dtype are known: it counts as long as such a state is in use.
+    """Warns of arrays that look like one of those: of a tracer, the shape and dtype are known.
 
     The loss closes over them, or is given them as the argument of this name.
     """
@@ -57,12 +53,9 @@ def warn_of_padding(arrays: Sequence[Any], name: str = "") -> None:
         of_form = _stored.get((getattr(x, "shape", ()), str(getattr(x, "dtype", None))))
         if not of_form or not isinstance(x, jax.Array):
             continue
-        if isinstance(x, core.Tracer):
-            found = next((stored for stored in of_form.values() if stored[1]), None)
-        else:
-            found = of_form.get(x.sharding)
-        if found is not None:
-            layout, _ = found
+        traced = isinstance(x, core.Tracer)
+        layout = next(iter(of_form.values())) if traced else of_form.get(x.sharding)
+        if layout is not None:
             warn(
                 f"{how} an array of shape {x.shape}, the shape in which gshard "
                 f"stores {layout.path} of shape {layout.shape}. If it is that array, it is padded "
@@ -79,9 +72,8 @@ def explain_shapes(error: Exception) -> None:
     padded = [
         f"{layout.path} {list(layout.shape)} as {list(layout.stored_shape)}"
         for of_form in _stored.values()
-        for layout, plans in list(of_form.values())[:1]
-        if plans
-        and layout.dim is not None
+        for layout in list(of_form.values())[:1]
+        if layout.dim is not None
         and {str(x[layout.dim]) for x in (layout.shape, layout.stored_shape)} <= sizes
     ]
     if padded and "shape" in str(error) and not hasattr(error, "__notes__"):

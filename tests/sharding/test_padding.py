@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 
 import jax
@@ -123,27 +122,6 @@ def test_a_loss_that_closes_over_an_array_with_padding_is_warned_of(indivisible,
     else:
         with pytest.warns(gshard.GShardWarning, match=r"closes over an array of shape \(7, 30\)"):
             assert run(teacher.params["w"]) != pytest.approx(wanted)
-
-
-def test_the_warning_ends_with_the_state_that_has_padding():
-    """Of a tracer only shape and dtype are known: another array may have them."""
-    mesh = gshard.make_mesh(devices=jax.devices()[:3])
-    ones, options = jnp.ones((11, 31)), {"level": "p_g_os", "min_shard_size": 0}
-    padded = gshard.shard_train_state(({"w": ones}, optax.sgd(0.1)), mesh, **options)
-    shape = padded[0].params["w"].shape
-    state, plan = gshard.shard_train_state(({"w": jnp.ones(3)}, optax.sgd(0.1)), mesh, **options)
-
-    def trace():
-        grad = lambda p, t: gshard.value_and_grad(  # noqa: E731
-            lambda p, x: (x * p["w"]).mean() + t.max(), plan
-        )(p, jnp.ones((6, 3)))
-        jax.jit(grad).trace(state.params, jnp.ones(shape))
-
-    with pytest.warns(gshard.GShardWarning, match=r"in which gshard stores w of shape \(11, 31\)"):
-        trace()
-    del padded
-    gc.collect()
-    trace()
 
 
 def test_an_error_about_the_shape_of_a_second_network_says_that_it_is_padded():
