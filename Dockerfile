@@ -1,7 +1,6 @@
 # docker build -t gshard .                              for CPU
 # docker build -t gshard --build-arg EXTRAS=cuda .      for NVIDIA GPUs; or tpu, all, "cuda,gcs"
-# docker build -t registry.example.com/gshard:1 .       for examples/cluster; then docker push the same name.
-# It has no script: examples/cluster/README.md adds yours.
+# It has no script: examples/cluster/README.md builds the image of its manifests on top of it.
 FROM python:3.13-slim
 ARG EXTRAS=
 COPY pyproject.toml README.md LICENSE /src/

@@ -44,8 +44,8 @@ class CollectiveRow:
       payload_bytes: the payload in bytes.
       wire_bytes: bytes that one device sends per run, by the ring algorithms.
       network_bytes: how many of these go to other nodes: the mean over the devices of a node.
-      backward: of purpose `loss`, whether it is in the backward pass, which may also compute the
-        forward pass again. The budget has the forward pass.
+      backward: of purpose `loss`, whether it is of a derivative, or of what a backward pass
+        computes again. The budget has the rest, the forward pass.
     """
 
     kind: str
@@ -188,10 +188,12 @@ def _over_budget(budget: Budget, rows: Iterable[CollectiveRow]) -> Iterator[str]
 
     Scalars have no budget, and neither has what an optimizer or a user's function asks for itself.
     Collectives that the compiler inserted have a budget of 0. A loss has one for kinds that its
-    forward pass was traced with: one branch, and one turn of a loop of unknown length.
+    forward pass was traced with, but for those in branches and in loops of unknown length. Its
+    all-reduces are not compared: a maximum also sends where it is NaN, and how many entries tie.
     """
     rows = list(rows)
     unsure = {x.kind for x in rows if x.purpose == "loss" and (x.conditional or x.times is None)}
+    unsure |= {"all-reduce", *(x.kind for x in budget.communicated if x.at_least)}
     for (kind, purpose), traffic, amount in _compared(budget, rows):
         if purpose == "loss" and (not traffic or kind in unsure):
             continue
@@ -244,6 +246,7 @@ def _budget_table(budget: Budget, rows: Iterable[CollectiveRow]) -> Table:
     )
     for key, traffic, amount in _compared(budget, rows):
         mark = "<= " if any(x.at_most for x in traffic) else ""
+        mark = ">= " if any(x.at_least for x in traffic) else mark
         bound = f"{mark}{sum(x.elements for x in traffic):,}" if traffic else "-"
         table.add_row(*key, bound, _number(amount))
     return table

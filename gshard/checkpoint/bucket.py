@@ -25,7 +25,7 @@ _UNIT = 2**18  # of which a request to Google's store has a multiple
 _EMULATOR = "STORAGE_EMULATOR_HOST"  # as Google's own libraries read it
 _SILENCE = 60.0  # seconds without an answer, after which a request to Google's store is repeated
 _LONGEST = 1800.0  # seconds of such a request, also if nobody reads what it sends
-_explaining: list[str] = []  # an item for each call whose errors gshard tells itself
+_explaining: list[str] = []  # an item for each call whose errors gshard reports itself
 
 
 class Bucket:
@@ -248,7 +248,7 @@ def _file_system(scheme: str) -> Any:
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
-    """False for the traceback that gcsfs logs of an error before gshard tells it."""
+    """False for the traceback that gcsfs logs of an error before gshard reports it."""
     debugs = logging.getLogger("gcsfs").isEnabledFor(logging.DEBUG)
     return debugs or not (_explaining and record.exc_info)
 

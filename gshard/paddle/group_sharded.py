@@ -142,7 +142,7 @@ def group_sharded_parallel(
     (model, optimizer), plan = shard_and_advise(pair, mesh, chosen, options, _advice(chosen))
     if plan.rounds_at_random:
         raise GShardError(
-            f"{call}: wire={shown(wire)} rounds gradients at random, by the number of the step, "
+            f"{call}: wire={wire!r} rounds gradients at random, by the number of the step, "
             "and backward() does not know which step it is part of. Use wire='int8'."
         )
     params = jax.tree.leaves(nnx.state(module, nnx.Param))

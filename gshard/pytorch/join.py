@@ -194,8 +194,9 @@ class _Source:
         if batch is None:
             if self.batch is None and self._is_iterator and not self.idle:
                 warn(
-                    f"join: {self._name} has no batch. It is an iterator, such as a generator, and "
-                    "can be read only once: make another one for each epoch."
+                    f"join: {self._name} has no batch. It is an iterator, such as a generator, "
+                    "which can be read only once: if an earlier loop has read it, make a new one "
+                    "for each epoch."
                 )
             self.idle += 1
             return

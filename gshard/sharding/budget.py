@@ -48,6 +48,7 @@ class Traffic:
         gathered once less.
       network_bytes: how many of these bytes go to other nodes, over the network: the mean over the
         devices of a node. 0 on one node.
+      at_least: whether some of it is in a loop of unknown length, of which one iteration counts.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Traffic:
     wire_bytes: int
     at_most: bool = False
     network_bytes: int = 0
+    at_least: bool = False
 
 
 class LossTransfer(Protocol):
@@ -76,6 +78,8 @@ class LossTransfer(Protocol):
     def axes(self) -> tuple[str, ...]: ...  # noqa: D102
     @property
     def pairs(self) -> tuple[tuple[int, ...], ...] | None: ...  # noqa: D102
+    @property
+    def at_least(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ class Budget:
         columns = ("elements", "sent", *(("between nodes",) if self.nodes > 1 else ()))
         sent = text_table("Communicated in one step", ("kind", "for"), columns)
         for m in self.communicated:
-            elements = f"{'<= ' if m.at_most else ''}{m.elements:,}"
+            elements = f"{'<= ' if m.at_most else '>= ' if m.at_least else ''}{m.elements:,}"
             amounts = (m.wire_bytes, m.network_bytes)[: len(columns) - 1]
             sent.add_row(m.kind, m.purpose, elements, *map(bytes_of, amounts))
         title = f"level {self.level}: {self.group_size} devices in the shard group"
@@ -244,7 +248,9 @@ def budget(
             "loss_transfers=None: a step knows what its loss communicates after its first call or "
             "step.lower(state, batch)."
         )
+    loss_transfers = list(loss_transfers)
     communicated += [_of_loss(x, plan.group, micro_batches, nodes) for x in loss_transfers]
+    in_loops = {_kind_of(x) for x in loss_transfers if x.at_least}
     totals: dict[tuple[str, str, bool], _Amounts] = {}
     for kind, purpose, at_most, times, amounts in communicated:
         n, sent, network = totals.get((kind, purpose, at_most), (0, 0, 0))
@@ -257,7 +263,15 @@ def budget(
         plan.group.size,
         {name: _bytes(found, on_host=False) for name, found in layouts.items()},
         tuple(
-            Traffic(kind, purpose, n, sent, at_most, int(network))
+            Traffic(
+                kind,
+                purpose,
+                n,
+                sent,
+                at_most,
+                int(network),
+                at_least=purpose == "loss" and kind in in_loops,
+            )  # fmt: skip
             for (kind, purpose, at_most), (n, sent, network) in totals.items()
             if n
         ),
@@ -308,14 +322,18 @@ def _traffic(
 def _of_loss(
     transfer: LossTransfer, group: Group, micro_batches: int, nodes: Nodes
 ) -> tuple[str, str, bool, int, _Amounts]:
-    kind = {"gather": "all-gather"}.get(transfer.kind, transfer.kind)
-    kind = kind if "-" in kind else "all-reduce"
+    kind = _kind_of(transfer)
     axes, sizes = transfer.axes or group.batch_axes, dict(nodes.axes)
     n = math.prod(sizes[axis] for axis in axes)
     sent = math.floor(sent_share(kind, n) * transfer.size)
     network = nodes.network_share_over(kind, axes, transfer.pairs) * transfer.size
     amounts = transfer.elements, sent, network
     return kind, "loss", False, transfer.times * micro_batches, amounts
+
+
+def _kind_of(transfer: LossTransfer) -> str:
+    kind = {"gather": "all-gather"}.get(transfer.kind, transfer.kind)
+    return kind if "-" in kind else "all-reduce"
 
 
 def _all_reduce(layout: Layout, elements: int, axes: tuple[str, ...], nodes: Nodes) -> _Amounts:

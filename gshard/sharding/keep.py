@@ -87,7 +87,8 @@ def kept_params(
             f"it: it is an ordinary shard axis. Name the experts, {_EXAMPLE}, or name the axis in "
             "the model's metadata, nn.with_partitioning(init, ('expert', None, None))."
         )
-    if keep and axes and sizes.get(axes[0], 1) == 1:
+    is_trial = group.devices == 1 and set(axes) <= sizes.keys()  # on one device, before many
+    if keep and axes and sizes.get(axes[0], 1) == 1 and not is_trial:
         one = f"whose axis {axes[0]!r} has one device"
         why = one if axes[0] in sizes else "without an expert axis"
         warn(

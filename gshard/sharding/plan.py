@@ -453,8 +453,8 @@ def check_optimizer(state: Any, plan: Plan, call: str) -> None:
 
 
 def _described(layout: Layout, sent: BlockCodes | None) -> str:
-    quantized = sent is not None and layout.dim is not None
-    return describe_layout(layout) + (f", sent as {sent.dtype}" if sent and quantized else "")
+    stored = describe_layout(layout)
+    return stored if sent is None or layout.dim is None else f"{stored}, sent as {sent}"
 
 
 def describe_layout(layout: Layout) -> str:

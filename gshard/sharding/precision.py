@@ -18,7 +18,7 @@ from gshard._util import validation
 from gshard._util.arguments import named_fields
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import shown
-from gshard.sharding.quantized import wire_dtype
+from gshard.sharding.quantized import Quantized, wire_dtype
 
 _NAMES = ("bfloat16", "float16", "float32", "float64")
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -92,6 +92,12 @@ class Precision:
         object.__setattr__(self, "exceptions", checked)
         sent = _by_pattern("wire_exceptions", self.wire_exceptions, "{'router': None}", wire_dtype)
         object.__setattr__(self, "wire_exceptions", sent)
+        random = [k for k, x in sent.items() if getattr(x, "rounding", None) == "stochastic"]
+        if random and self.gather_dtype is not None and self.scatter_dtype is None:
+            raise GShardError(
+                f"wire_exceptions[{random[0]!r}]={sent[random[0]]}: rounding= is for gradients, "
+                "and without scatter_dtype= these are sent as they are. Leave rounding= out."
+            )
         if sent and self.gather_dtype is None and self.scatter_dtype is None:
             raise GShardError(
                 "wire_exceptions= goes with gather_dtype= or scatter_dtype=; without these every "
@@ -167,6 +173,11 @@ def _of_state(value: Any, name: str) -> Any:
 def floating_dtype(value: Any, name: str) -> Any:
     """Checks an argument that is a floating dtype, or its name."""
     choices = f"Choose one of {', '.join(_NAMES)}."
+    if isinstance(value, Quantized):
+        raise GShardError(
+            f"{name}={value!r} is a dtype to send arrays in: pass it as wire=, gather_dtype= or "
+            f"scatter_dtype=. {choices}"
+        )
     try:
         if value is None:  # NumPy's float64
             raise TypeError("None is not a dtype")

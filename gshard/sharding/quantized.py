@@ -52,16 +52,16 @@ class Quantized:
     rounding: str | None = None
 
     def __post_init__(self) -> None:
-        found = wire_dtype(self.dtype, "Quantized.dtype")
+        found = wire_dtype(self.dtype, "dtype")
         if not isinstance(found, str):
-            raise GShardError(f"dtype={shown(self.dtype)} of Quantized must be one of {_CHOICES}.")
+            raise GShardError(f"dtype={self.dtype!r} of Quantized must be one of {_CHOICES}.")
         object.__setattr__(self, "dtype", found)
         block = check_integer("block", self.block, 1, " of entries")
         if not SHORTEST <= block <= BLOCK:
             raise GShardError(
-                f"block={block} of Quantized must be {SHORTEST} to {BLOCK} entries. The scales "
-                "of shorter blocks are above 6 % of the codes; in longer ones a large entry rounds "
-                "more of the others away."
+                f"block={block} of Quantized must be {SHORTEST} to {BLOCK} entries. Each block "
+                "sends a scale of 2 bytes, which is too much for fewer entries; in longer blocks "
+                "one large entry takes the precision of too many others."
             )
         object.__setattr__(self, "block", block)
         if self.rounding not in (None, *_ROUNDINGS):
@@ -104,6 +104,10 @@ class BlockCodes:
     dim: int
     stochastic: bool = False
     block: int = BLOCK
+
+    def __str__(self) -> str:
+        blocks = f" in blocks of {self.block}" if self.block != BLOCK else ""
+        return f"{self.dtype}{blocks}{', rounded at random' if self.stochastic else ''}"
 
     def blocks(self, size: int) -> tuple[int, int]:
         """Returns how many blocks `size` entries have, and the entries of each.
@@ -154,6 +158,6 @@ def wire_dtype(value: Any, name: str) -> str | Quantized | None:
     if found in _WIDER:
         hint = f" precision={found!r} sends parameters and gradients in it."
     raise GShardError(
-        f"{name}={shown(value)} is not a dtype to send arrays in.{hint} Choose one of {_CHOICES}, "
-        "or None to send them as they are."
+        f"{name}={shown(value)} is not a dtype to send arrays in.{hint} Choose one of {_CHOICES}"
+        + (", or None to send them as they are." if name != "dtype" else ".")
     )

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 
 from gshard._util.errors import GShardError, some, warn
-from gshard._util.validation import shown
 from gshard.sharding.layout import Layout
 from gshard.sharding.level import Level
 from gshard.sharding.nodes import Nodes
@@ -62,7 +61,7 @@ def as_wire(precision: Precision | None, wire: Any) -> Wire | None:
         return None if short is None else Wire(short, short, {}, f"wire={short!r}")
     if short is not None:
         raise GShardError(
-            f"wire={shown(wire)} and gather_dtype= or scatter_dtype= of Precision are both given: "
+            f"wire={short!r} and gather_dtype= or scatter_dtype= of Precision are both given: "
             "wire= is short for the two. Keep one of them."
         )
     found = {name: getattr(precision, name) for name in ("gather_dtype", "scatter_dtype")}

@@ -52,10 +52,10 @@ class Weighted:
 
     def _refuse_arithmetic(self, *_: Any) -> NoReturn:
         raise ArgumentTypeError(
-            "a gshard.Weighted is a sum and a weight, with which Python cannot calculate. Change "
-            "the sum: gshard.Weighted(w.sum + x * w.weight, w.weight) adds x to the quotient of "
-            "both, gshard.Weighted(x * w.sum, w.weight) multiplies it. Without "
-            "loss_semantics='per_device' w.sum / w.weight, a plain loss, can be added to others."
+            "gshard.Weighted does not support arithmetic: it is a pair of a sum and a weight. To "
+            "add x to its mean, return gshard.Weighted(w.sum + x * w.weight, w.weight); to scale "
+            "it, gshard.Weighted(x * w.sum, w.weight). With the default loss_semantics, "
+            "w.sum / w.weight is an ordinary loss that you can add to others."
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuse_arithmetic

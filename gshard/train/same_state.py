@@ -51,7 +51,7 @@ ADVICE = {
     "the level": "Give the same level on every process.",
     "the plan": (
         "Make the same model and optimizer on every process, and give shard_train_state the same "
-        "options (min_shard_size=, rules=, frozen=, precision=, offload=, ...)."
+        "options (min_shard_size=, rules=, frozen=, precision=, wire=, offload=, ...)."
     ),
     "the optimizer": (
         "Make it with the same numbers, such as the learning rate, and the same transformations on "
@@ -133,8 +133,11 @@ def agree_on_state(plan: Plan, values: Any, what: str, source: int | None) -> An
 def plan_facts(plan: Plan) -> dict[str, list[str]]:
     """What must be the same on every process of a plan, as lines of text by name."""
     mesh, layouts = plan.mesh, jax.tree.leaves(plan.layouts)
-    grads = [describe_layout(x) for x in jax.tree.leaves(plan.grads)]
-    lines = [f"{x.path} {x.dtype}{list(x.shape)} {describe_layout(x)}" for x in layouts]
+    grads = [f"{describe_layout(x)} {x.scattered_as or ''}" for x in jax.tree.leaves(plan.grads)]
+    lines = [
+        f"{x.path} {x.dtype}{list(x.shape)} {describe_layout(x)} {x.gathered_as or ''}"
+        for x in layouts
+    ]
     ids = [] if isinstance(mesh, AbstractMesh) else [str(d.id) for d in mesh.devices.flat]
     return {
         "versions": _versions(),

@@ -22,6 +22,7 @@ from gshard.analysis.audit import audit, collective_rows
 from gshard.analysis.audit_report import Audit
 from gshard.analysis.hlo import read_program
 from gshard.sharding.budget import Budget, Traffic
+from tests.tiers import quick
 
 AG, RS, AR = "all-gather", "reduce-scatter", "all-reduce"
 WHOLE, BOTH = P(), P(("a", "b"))
@@ -459,3 +460,41 @@ def test_the_forward_pass_of_a_loss_has_a_budget(case):
     message = "all-gather for loss: the budget is 7 elements, found 8"
     assert found.exceeded == ((message,) if case == "more" else ())
     assert ("loss (backward)" in str(found)) == row.backward
+
+
+def _in_a_loop(x, w):
+    """XLA finds the length of this loop, JAX does not look for it."""
+
+    def step(carry):
+        i, x = carry
+        x = jnp.tanh(x @ w)
+        return i + 1, x - jax.nn.softmax(x, axis=0) @ w.T @ w
+
+    return jax.lax.while_loop(lambda carry: carry[0] < 3, step, (0, x))[1]
+
+
+NO_ALARM = {
+    "maximum": lambda p, b: (jnp.tanh(b["x"] @ p["w"]).max(0) ** 2).mean(),
+    "softmax of the batch": lambda p, b: (jax.nn.softmax(b["x"] @ p["w"], axis=0) ** 2).mean(),
+    "contrastive": lambda p, b: jax.nn.logsumexp((z := b["x"] @ p["w"]) @ z.T, axis=1).mean(),
+    "loop": lambda p, b: (
+        jax.lax.stop_gradient(_in_a_loop(b["x"], p["w"])) * (b["x"] @ p["w"])
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("name", quick(NO_ALARM, ["maximum", "loop"]))
+def test_what_a_loss_sends_as_it_should_raises_no_alarm(name):
+    params = {"w": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
+    x = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
+    state, plan = gshard.shard_train_state(
+        (params, optax.sgd(0.1)),
+        gshard.make_mesh(devices=jax.devices()[:4]),
+        "os",
+        min_shard_size=0,
+    )
+    step = gshard.make_train_step(NO_ALARM[name], plan)
+    found = gshard.audit(step, state, {"x": x})
+    assert [row for row in found.collectives if row.purpose == "loss"]
+    assert found.exceeded == ()
+    assert any(x.at_least for x in step.budget.communicated) == (name == "loop")

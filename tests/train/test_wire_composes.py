@@ -18,11 +18,13 @@ from gshard.sharding import mesh as mesh_module
 from gshard.sharding import nodes as nodes_module
 from gshard.sharding import topology
 from gshard.sharding.precision import Precision
+from gshard.train.same_state import plan_facts
 from tests.tiers import quick
 from tests.train.test_wire_dtypes import batch_of, loss_of, params_of
 
 BOTH = Precision("float32", gather_dtype="int8", scatter_dtype="int8")
 FOUR = Precision("float32", gather_dtype="int8", scatter_dtype="int4")
+USUAL = gshard.Quantized("int4")
 
 
 def mesh_of(n=8, **options):
@@ -251,7 +253,8 @@ def test_unknown_dtypes_are_named(given, said):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (("int7",), "dtype='int7' is not a dtype to send.*Did you mean"),
+        (("int7",), "dtype='int7' is not a dtype to send.*Did you mean.*float8_e5m2'\\.$"),
+        ((gshard.Quantized("int8"),), r"dtype=gshard.Quantized\('int8'\) of Quantized must be"),
         ((None,), "dtype=None of Quantized must be one of 'int8'"),
         (("int8", 16), "block=16 of Quantized must be 32 to 256 entries"),
         (("int8", 512), "block=512 of Quantized must be 32 to 256 entries"),
@@ -265,10 +268,27 @@ def test_blocks_and_roundings_that_do_not_fit_are_named(arguments, said):
         gshard.Quantized(*arguments)
 
 
+def test_the_name_of_a_dtype_stands_for_the_usual_blocks():
+    short, long = (sharded(mesh_of(4), precision=None, wire=x)[1] for x in ("int4", USUAL))
+    assert (short.params, short.grads) == (long.params, long.grads)
+    assert plan_facts(short) == plan_facts(long)
+    assert short.params["out"].gathered_as.block == short.grads["out"].scattered_as.block == 256
+    _, nearest = sharded(mesh_of(4), precision=None, wire=gshard.Quantized("int4", 256, "nearest"))
+    assert plan_facts(nearest)["the plan"] != plan_facts(long)["the plan"]
+    _, other = sharded(mesh_of(4), precision=None, wire=gshard.Quantized("int4", 64))
+    how = [str(other.params["out"].gathered_as), str(other.grads["out"].scattered_as)]
+    assert how == ["int4 in blocks of 64", "int4 in blocks of 64, rounded at random"]
+    assert plan_facts(other)["the plan"] != plan_facts(long)["the plan"]
+
+
 def test_parameters_are_not_rounded_at_random():
     random = gshard.Quantized("int4", rounding="stochastic")
     with pytest.raises(gshard.GShardError, match="gather_dtype=.*rounded to the nearest"):
         Precision(gather_dtype=random)
+    with pytest.raises(gshard.GShardError, match=r"wire_exceptions\['w'\].*Leave rounding= out"):
+        Precision(gather_dtype="int8", wire_exceptions={"w": random})
+    with pytest.raises(gshard.GShardError, match="precision=.* is a dtype to send arrays in"):
+        sharded(mesh_of(4), precision=random)
     _, plan = sharded(mesh_of(4), precision=None, wire=random)  # of gradients
     assert not plan.params["out"].gathered_as.stochastic
     assert plan.grads["out"].scattered_as.stochastic

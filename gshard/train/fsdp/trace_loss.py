@@ -99,6 +99,8 @@ def trace_loss(fun: Callable[..., Any], axes: Sequence[str], *args: Any) -> tupl
             refused.append(error)
             mesh = next_mesh()
         except Exception as error:
+            if places:
+                _warn_of_unbound(places, examples)
             if found := _MUTATED.search(str(error)):
                 raise _mutation_refusal(found[1], error) from error
             explain_shapes(error)
@@ -140,9 +142,10 @@ def _mesh_of_user(here: AbstractMesh, missing: Sequence[str] | dict[str, Any]) -
 
 
 def _warn_of_unbound(places: Sequence[str], axes: Sequence[str]) -> None:
+    names, it = ("this name", "it") if len(places) == 1 else ("these names", "each")
     warn(
-        f"the loss communicates over {' and '.join(places)}, but no mesh axis has this name: "
-        f"gshard takes it to mean the data axes {tuple(axes)}. To say so explicitly, pass "
+        f"the loss communicates over {' and '.join(places)}, but no mesh axis has {names}: "
+        f"gshard takes {it} to mean the data axes {tuple(axes)}. To say so explicitly, pass "
         "axis_name=plan.data_axes."
     )
 
@@ -150,13 +153,16 @@ def _warn_of_unbound(places: Sequence[str], axes: Sequence[str]) -> None:
 def _warn_of_missing(errors: Sequence[Exception], ignored: Sequence[str]) -> None:
     """Warns of constraints over axes that the mesh lacks, and of ones over model axes."""
     found = [(x[1], f"{x[2]}{_line_of(e)}") for e in errors if (x := _MISSING.search(str(e)))]
-    axis, where = found[0][0], " and ".join(dict.fromkeys(place for _, place in found))
+    names = list(dict.fromkeys(repr(name) for name, _ in found))
+    where = " and ".join(dict.fromkeys(place for _, place in found))
+    what, that, the = ("constraint is", "that axis", "name")
+    if len(names) > 1:
+        what, that, the = ("constraints are", "these axes", "names")
     warn(
         f"the model constrains an array to {where}, and the mesh has no axis "
-        f"{' or '.join(repr(name) for name, _ in found)}: the constraint is ignored."
-        f"{_also_ignored(ignored)} Give the mesh that axis "
-        f"(gshard.make_mesh({{{axis!r}: {jax.device_count()}}}) if it carries examples, else "
-        "extra=), or remove the name from the model."
+        f"{' or '.join(names)}: the {what} ignored.{_also_ignored(ignored)} Give the mesh {that} "
+        f"(gshard.make_mesh({{{names[0]}: {jax.device_count()}}}) if it carries examples, else "
+        f"extra=), or remove the {the} from the model."
     )
 
 

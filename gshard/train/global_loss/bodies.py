@@ -195,7 +195,8 @@ def while_(given: Given) -> Decision | None:
                 return extreme_of_examples(on, dims, True, evaluator.axes)
             return jnp.any(on) if dims else on
 
-        return lax.while_loop(go_on, step, values[m:])
+        with evaluator.repeated(None):
+            return lax.while_loop(go_on, step, values[m:])
 
     return Decision([*of_test, *of_body, *carry_at], carry_at, run=run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -78,7 +79,7 @@ class Conversions:
         self.partition = Partition(devices * micro_batches, index, zigzag)
         self.transfers, self.known = list[Transfer](), list[jax.Array]()
         self.limit: int | None = None
-        self._times, self.bodies, self._line = 1, 0, ""
+        self._times, self._at_least, self.bodies, self._line = 1, False, 0, ""
 
     @property
     def is_last(self) -> bool:
@@ -208,7 +209,8 @@ class Conversions:
         name = "result" if eqn is None else name_of(eqn)
         if kind == "gather":
             check_limit(self, aval, eqn)
-        self.transfers.append(Transfer.of(aval, kind, self._times, name, self._line_of(eqn)))
+        found = Transfer.of(aval, kind, self._times, name, self._line_of(eqn))
+        self.transfers.append(dataclasses.replace(found, at_least=self._at_least))
 
     def place(self, eqn: Any) -> str:
         """Names an equation and the user's line; None is the end of the loss."""
@@ -236,10 +238,11 @@ class Conversions:
             self._line = before
 
     @contextmanager
-    def repeated(self, times: int) -> Iterator[None]:
-        """Counts what is recorded inside as often as a loop runs."""
-        before, self._times = self._times, self._times * times
+    def repeated(self, times: int | None) -> Iterator[None]:
+        """Counts what is recorded inside as often as a loop runs; None: nobody knows how often."""
+        before = self._times, self._at_least
+        self._times, self._at_least = self._times * (times or 1), self._at_least or times is None
         try:
             yield
         finally:
-            self._times = before
+            self._times, self._at_least = before

@@ -38,8 +38,8 @@ class Converter(Protocol):
         """Whether no other evaluation follows this one, over other axes."""
         ...
 
-    def repeated(self, times: int) -> AbstractContextManager[None]:
-        """Counts what is recorded inside as often as a loop runs."""
+    def repeated(self, times: int | None) -> AbstractContextManager[None]:
+        """Counts what is recorded inside as often as a loop runs; None: nobody knows how often."""
         ...
 
     def record(self, kind: str, aval: Any, eqn: Any) -> None:

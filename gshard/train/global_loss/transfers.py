@@ -33,6 +33,7 @@ class Transfer:
       line: the user's file and line.
       axes: the mesh axes that it is over; empty for those of the examples.
       pairs: of a permute, who sends to whom, by their indices on the axis.
+      at_least: whether it is in a loop of unknown length, of which one iteration is counted.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class Transfer:
     line: str
     axes: tuple[str, ...] = ()
     pairs: tuple[tuple[int, ...], ...] | None = None
+    at_least: bool = False
 
     @classmethod
     def of(cls, aval: Any, kind: str, times: int, operation: str, line: str) -> Transfer:
@@ -84,7 +86,8 @@ def transfers_over(
         if name == "cond":
             inner = [max(inner, key=lambda x: sum(t.size * t.times for t in x))]
         for transfer in (x for some in inner for x in some):
-            found[dataclasses.replace(transfer, times=0)] += transfer.times
+            at_least = transfer.at_least or name == "while"
+            found[dataclasses.replace(transfer, times=0, at_least=at_least)] += transfer.times
     return [dataclasses.replace(one, times=times) for one, times in found.items()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -109,9 +110,10 @@ def test_a_layer_in_a_scan_counts_as_often_as_it_runs():
     assert counts == {4}  # two layers, in each q and the output, and k and v
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", ["", "scan remat"])
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(
+    ("how", "parts"),
+    quick(itertools.product(HOW, ["", "scan remat", "pooling"]), [("ring", "")]),
+)
 def test_the_budget_is_what_the_program_sends(how, parts):
     """In the forward pass: the backward pass sends more, and remat once more."""
     model = model_of(how, *parts.split())
@@ -123,7 +125,8 @@ def test_the_budget_is_what_the_program_sends(how, parts):
     assert audit.exceeded == ()
     less = [dataclasses.replace(x, elements=x.elements - 1) for x in step.loss_transfers]
     short = dataclasses.replace(audit, budget=gshard.budget(plan, loss_transfers=less))
-    assert {x.split(":")[0] for x in short.exceeded} == {f"{kind} for loss" for kind in sent}
+    compared = sent.keys() - {"all-reduce"}
+    assert {x.split(":")[0] for x in short.exceeded} == {f"{kind} for loss" for kind in compared}
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
