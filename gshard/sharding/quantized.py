@@ -112,10 +112,12 @@ class BlockCodes:
     def blocks(self, size: int) -> tuple[int, int]:
         """Returns how many blocks `size` entries have, and the entries of each.
 
-        All have the same length where up to twice as many allow that; else the last is shorter.
+        All have the same length where up to twice as many allow that; else the last is shorter. Of
+        shorter blocks there are no more than necessary, since each sends a scale.
         """
         least = -(-size // self.block)
-        count = next((n for n in range(least, 2 * least) if size % n == 0), least)
+        most = 2 * least if self.block == BLOCK else least + 1
+        count = next((n for n in range(least, most) if size % n == 0), least)
         return count, -(-size // count)
 
     def code_bytes(self, size: int) -> int:

@@ -67,13 +67,14 @@ def decoded(x, how, seed=None):
 @settings(max_examples=8, deadline=None)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
-    size=st.sampled_from([1, 2, 31, 256, 257, 509, 768]),
+    size=st.sampled_from([1, 2, 31, 33, 256, 257, 509, 768]),
     at=st.integers(0, 2),
     seed=st.integers(0, 99),
+    block=st.sampled_from([32, 48, 256]),
 )
-def test_an_entry_is_off_by_half_a_step_at_most(dtype, shape, size, at, seed):
+def test_an_entry_is_off_by_half_a_step_at_most(dtype, shape, size, at, seed, block):
     shape[at % len(shape)] = size
-    how = BlockCodes(dtype, at % len(shape) - len(shape))
+    how = BlockCodes(dtype, at % len(shape) - len(shape), block=block)
     x = spread(shape, seed)
     error = np.abs(decoded(x, how) - x)
     half = steps(x, how) / 2
@@ -81,6 +82,14 @@ def test_an_entry_is_off_by_half_a_step_at_most(dtype, shape, size, at, seed):
         bits = {"float8_e4m3fn": (3, -9), "float8_e5m2": (2, -16)}[dtype]
         half = np.maximum(np.abs(x) * 2.0 ** -(bits[0] + 1), half * 2.0 ** bits[1])
     assert (error <= half * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize(
+    ("block", "size", "blocks"),
+    [(256, 261, (3, 87)), (256, 257, (2, 129)), (32, 33, (2, 17)), (64, 261, (5, 53))],
+)
+def test_shorter_blocks_are_as_few_as_can_be(block, size, blocks):
+    assert BlockCodes("int8", -1, block=block).blocks(size) == blocks
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
