@@ -164,10 +164,13 @@ def check_fits(x: Any, dtype: Any, where: str) -> None:
         return
     for value in (x.min(), x.max()):
         if not limits.min <= int(value) <= limits.max:
+            why = (
+                " JAX stores 64-bit integers in 32 bits, unless "
+                "jax.config.update('jax_enable_x64', True) comes before everything else."
+            )
             raise GShardError(
-                f"{where} contains {value}, which does not fit {limits.dtype}, as JAX stores "
-                "64-bit integers unless jax.config.update('jax_enable_x64', True). Turn that on, "
-                "or use smaller numbers."
+                f"{where} contains {value}, which does not fit {limits.dtype}, {limits.min} to "
+                f"{limits.max}.{why if limits.bits == 32 else ''} Use smaller numbers."
             )
 
 
