@@ -345,8 +345,8 @@ class Plan:
             table.add_row(
                 stored.path,
                 f"{stored.dtype}{list(stored.shape)}",
-                _described(stored, stored.gathered_as),
-                _described(reduced, reduced.scattered_as) if reduced else "none",
+                describe_sent(stored, stored.gathered_as),
+                describe_sent(reduced, reduced.scattered_as) if reduced else "none",
                 (reduced or stored).reason,
                 f"{stored.bytes_per_device:,}",
             )
@@ -452,7 +452,8 @@ def check_optimizer(state: Any, plan: Plan, call: str) -> None:
         )
 
 
-def _described(layout: Layout, sent: BlockCodes | None) -> str:
+def describe_sent(layout: Layout, sent: BlockCodes | None) -> str:
+    """Describes what one device stores, and in which codes a collective sends it."""
     stored = describe_layout(layout)
     return stored if sent is None or layout.dim is None else f"{stored}, sent as {sent}"
 

@@ -33,7 +33,7 @@ from gshard.distributed.agree import (
 )
 from gshard.distributed.broadcast import broadcast
 from gshard.distributed.introduce import introduce
-from gshard.sharding.plan import Plan, describe_layout
+from gshard.sharding.plan import Plan, describe_sent
 from gshard.train.optim.optimizer_info import optimizer_lines
 
 _LIBRARIES = ("gshard", "jax", "jaxlib", "flax", "optax")
@@ -133,10 +133,9 @@ def agree_on_state(plan: Plan, values: Any, what: str, source: int | None) -> An
 def plan_facts(plan: Plan) -> dict[str, list[str]]:
     """What must be the same on every process of a plan, as lines of text by name."""
     mesh, layouts = plan.mesh, jax.tree.leaves(plan.layouts)
-    grads = [f"{describe_layout(x)} {x.scattered_as or ''}" for x in jax.tree.leaves(plan.grads)]
+    grads = [describe_sent(x, x.scattered_as) for x in jax.tree.leaves(plan.grads)]
     lines = [
-        f"{x.path} {x.dtype}{list(x.shape)} {describe_layout(x)} {x.gathered_as or ''}"
-        for x in layouts
+        f"{x.path} {x.dtype}{list(x.shape)} {describe_sent(x, x.gathered_as)}" for x in layouts
     ]
     ids = [] if isinstance(mesh, AbstractMesh) else [str(d.id) for d in mesh.devices.flat]
     return {

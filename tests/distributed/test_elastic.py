@@ -16,6 +16,7 @@ import pytest
 
 import gshard
 from gshard.distributed.launch.cli import request
+from gshard.distributed.launch.coordinator import Coordinator
 from gshard.distributed.launch.elastic import run_elastic
 from gshard.distributed.launch.machine import LONGEST_ERROR, Report
 from gshard.distributed.launch.restarts import Failure
@@ -299,6 +300,31 @@ def test_fewer_machines_than_the_least(site, capsys):
     member = site.machine("--rank", 1, "--start_timeout", 1)
     assert member.end() == 1
     assert "did not reach machine 0, whose launcher coordinates" in capsys.readouterr().err
+
+
+def test_a_machine_that_comes_at_the_very_end_learns_that_the_job_is_over(site, monkeypatch):
+    """Its line is read after the others were told, while they close."""
+    told, answer = threading.Event(), Coordinator.answer
+
+    def answered(self, line):
+        late = site.stranger()
+        until("connected", lambda: (self.receive(0.0), self._silent)[1], 5)
+        monkeypatch.setattr(Coordinator, "_read", lambda *_: None)
+        answer(self, line)
+        monkeypatch.undo()
+        self._read(next(iter(self._silent)))
+        found.append(late.recv(2**16).decode())
+        late.close()
+        told.set()
+
+    found: list[str] = []
+    monkeypatch.setattr(Coordinator, "answer", answered)
+    first, second = site.machine("--join_timeout", 1), site.machine("--join_timeout", 1)
+    site.until_start(0, 2)
+    site.go()
+    assert (first.end(), second.end()) == (0, 0) and told.is_set()
+    go, over = map(json.loads, found[0].splitlines())
+    assert go == {"go": {"machine": 2}} and over["over"] == 0
 
 
 def test_a_machine_of_another_command_is_refused(site):

@@ -57,7 +57,8 @@ class Coordinator(LineServer):
         self._since, self._told = 0.0, ""  # when the last start was; what its machines were told
         self._lost: list[str] = []  # machines of the last start
         self._failed_on: set[Peer] = set()  # the machines of the last failure
-        self.stop, self.end, self._is_over = False, "", False
+        self.stop, self.end = False, ""
+        self._over = b""  # the last line, once the job is over
 
     def run(self) -> int:
         """Runs the job to its end; returns the exit code."""
@@ -70,8 +71,8 @@ class Coordinator(LineServer):
                 raise
             self._say(why)
         finally:
-            self._is_over = True
-            self.answer(line_of({"over": code, "why": why}))
+            self._over = line_of({"over": code, "why": why})
+            self.answer(self._over)
             self._events.write("exit", seconds=time.monotonic() - began, code=code)
             self._events.close()
         return code
@@ -246,6 +247,9 @@ class Coordinator(LineServer):
         last = self._sizes.most
         self.admit(peer, Machine(self._arrived, last if rank is None else int(rank), str(name)))
         self.tell(line_of({"go": {"machine": self._arrived}}), peer)
+        if self._over:  # it has come too late
+            self.tell(self._over, peer)
+            return
         every = f" (--join_every {self._asked.join_every:g})" if self._asked.join_every else ""
         later = f". It takes part from the next start of the job on{every}" if self._starts else ""
         self._say(f"{peer.who} has come: {self._here}{later}")
@@ -253,7 +257,7 @@ class Coordinator(LineServer):
     def dropped(self, peer: Peer) -> None:
         """Learns that a machine is lost, or has left."""
         machine: Machine = peer.who
-        if self._is_over or (machine.report is not None and machine.report.leaves):
+        if self._over or (machine.report is not None and machine.report.leaves):
             return
         if machine.takes_part and machine.report is None:
             self._lost.append(str(machine))
