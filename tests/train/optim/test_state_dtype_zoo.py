@@ -31,8 +31,8 @@ OTHER_RATES = {
     "signum": lambda: optax.signum(1e-3),
 }
 COMBINED = (
-    "clip, adamw, warm-up, mask", "factored adafactor", "lamb, masked decay", "lookahead",
-    "MultiSteps", "multi_transform", "masked", "mechanize", "schedule_free", "ema", "trace",
+    "clip, adamw, warm-up, mask", "lamb, masked decay", "lookahead",
+    "MultiSteps", "masked", "mechanize", "schedule_free", "ema", "trace",
     "inject_hyperparams", "apply_if_finite(MultiSteps(lamb))",
 )  # fmt: skip
 # No array of their state has the shape of a parameter, or all that have it are copies of one.
