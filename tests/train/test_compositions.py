@@ -116,6 +116,7 @@ EXCEPTED = gshard.Precision(
 
 def lowered(case: dict[str, Any], precision: Any) -> str:
     """Returns the program of a step with Adam, before XLA compiles it."""
+    jax.clear_caches()  # else the numbers in names depend on what was traced before
     state, plan = sharded(case, precision=precision)
     loss, options = compositions.loss_and_options(case, plan)
     if case["loop"] == "step":
