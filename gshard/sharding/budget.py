@@ -250,7 +250,7 @@ def budget(
         )
     loss_transfers = list(loss_transfers)
     communicated += [_of_loss(x, plan.group, micro_batches, nodes) for x in loss_transfers]
-    in_loops = {_kind_of(x) for x in loss_transfers if x.at_least}
+    in_loops = {(_kind_of(x), "loss") for x in loss_transfers if x.at_least}
     totals: dict[tuple[str, str, bool], _Amounts] = {}
     for kind, purpose, at_most, times, amounts in communicated:
         n, sent, network = totals.get((kind, purpose, at_most), (0, 0, 0))
@@ -263,15 +263,7 @@ def budget(
         plan.group.size,
         {name: _bytes(found, on_host=False) for name, found in layouts.items()},
         tuple(
-            Traffic(
-                kind,
-                purpose,
-                n,
-                sent,
-                at_most,
-                int(network),
-                at_least=purpose == "loss" and kind in in_loops,
-            )  # fmt: skip
+            Traffic(kind, purpose, n, sent, at_most, int(network), (kind, purpose) in in_loops)
             for (kind, purpose, at_most), (n, sent, network) in totals.items()
             if n
         ),
