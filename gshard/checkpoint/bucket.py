@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import re
+import socket
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ REQUESTS = 16  # at once
 _PART = 2**24  # bytes of a request of an upload, if 10,000 suffice: S3 takes no more
 _UNIT = 2**18  # of which a request to Google's store has a multiple
 _EMULATOR = "STORAGE_EMULATOR_HOST"  # as Google's own libraries read it
-_SILENCE = 60.0  # seconds without an answer, after which a request to Google's store is repeated
-_LONGEST = 1800.0  # seconds of such a request, also if nobody reads what it sends
+_SILENCE = 60.0  # seconds without an answer, or in which nothing sent is read: then asked again
+_LONGEST = 1800.0  # seconds of a request to Google's store, also if nobody reads what it sends
 _explaining: list[str] = []  # an item for each call whose errors gshard reports itself
 
 
@@ -225,6 +226,7 @@ class Upload:
 def _file_system(scheme: str) -> Any:
     """The file system of fsspec, which connects when it is used."""
     import fsspec
+    from fsspec.config import conf
 
     extra = SCHEMES[scheme]
     given: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
@@ -240,11 +242,34 @@ def _file_system(scheme: str) -> Any:
                 total=_LONGEST, sock_connect=_SILENCE, sock_read=_SILENCE
             )
             logging.getLogger("gcsfs").addFilter(_is_wanted)  # again changes nothing
+        else:
+            users = conf.get(scheme, {}).get("config_kwargs", {})
+            given["config_kwargs"] = _limits_of_uploads() | users
         return fsspec.filesystem(scheme, **given)
     except ImportError as error:
         raise GShardError(
             f"{scheme}:// needs a package that is not installed: pip install 'gshard[{extra}]'."
         ) from error
+
+
+def _limits_of_uploads() -> dict[str, Any]:
+    """Settings of s3fs, which limits how long it waits for an answer once all has been sent."""
+    from aiobotocore.httpsession import AIOHTTPSession
+
+    class Session(AIOHTTPSession):
+        """Sends uploads at once: the server's answer to `Expect` is waited for without limit."""
+
+        async def send(self, request: Any) -> Any:
+            request.headers.pop("Expect", None)
+            return await super().send(request)
+
+    def connecting(address: tuple[Any, ...]) -> socket.socket:
+        made = socket.socket(*address[:3])
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _SILENCE))
+        return made
+
+    return {"http_session_cls": Session, "connector_args": {"socket_factory": connecting}}
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
+import threading
 import time
 from types import SimpleNamespace
 
@@ -58,14 +60,32 @@ def test_a_server_that_never_answers(server, address, silent, monkeypatch):
         assert f"cannot list {address}: the server does not answer." in str(error.value)
 
 
-def test_an_upload_that_nobody_reads(server, address, silent, monkeypatch):
-    if server.scheme == "s3":
-        pytest.skip("s3fs has no limit for a request that is being sent")
+@pytest.mark.parametrize("size", [100, 4_900_000])  # larger ones are announced first
+def test_an_upload_that_nobody_reads(server, address, silent, monkeypatch, size):
+    without_pauses(server.scheme, monkeypatch)
+    monkeypatch.setattr(bucket, "_SILENCE", 0.1)
     monkeypatch.setattr(bucket, "_LONGEST", 0.5)
-    begin = time.monotonic()
-    with pytest.raises(StoreError, match=f"cannot write {address}/x: .*Check the network"):
-        Bucket(address).create("x", bytes(4_900_000))  # larger ones are announced first
-    assert time.monotonic() - begin < 20
+    raised = []
+
+    def write():
+        with pytest.raises(StoreError) as error:
+            Bucket(address).create("x", bytes(size))
+        raised.append(str(error.value))
+
+    thread = threading.Thread(target=write, daemon=True)  # it may wait forever
+    thread.start()
+    thread.join(20)
+    assert raised and re.match(f"cannot write {address}/x: .*Check the network", raised[0])
+
+
+def test_settings_of_a_user_for_s3(server, address, monkeypatch):
+    if server.scheme == "s3":
+        from fsspec.config import conf
+
+        own = {"user_agent_extra": "somebody"}
+        monkeypatch.setitem(conf, "s3", {"config_kwargs": own})
+        used = Bucket(address)._fs.config_kwargs
+        assert used["user_agent_extra"] == "somebody" and "connector_args" in used
 
 
 def test_no_traceback_is_logged_of_what_gshard_tells(server, address, through_proxy, caplog):
