@@ -211,6 +211,27 @@ def test_machines_that_come_are_taken_up_in_order(site, capsys):
     assert "starting all processes again in" not in said, "it is no failure"
 
 
+def test_a_machine_that_comes_takes_part_after_the_next_failure(site, capsys):
+    """Without `--join_every` nothing is stopped for it."""
+    script, fails = site.folder / "waits.py", site.folder / "fails"
+    first = f"""
+while os.environ["GSHARD_RESTARTS"] == "0":
+    if pathlib.Path("{fails}").exists(): sys.exit(3)
+    time.sleep(0.02)
+"""
+    script.write_text(script.read_text().replace('print("runs")', first))
+    site.machine("--join_timeout", 1)
+    site.machine("--join_timeout", 1)
+    site.until_start(0, 2)
+    site.machine("--join_timeout", 1)
+    until("the third", lambda: "machine 2 (" in capsys.readouterr().err, 5)
+    fails.touch()
+    site.until_start(1, 3)
+    site.go()
+    assert [machine.end() for machine in site.machines] == [0, 0, 0]
+    assert re.search(r"again in 1 s \(.*failed; 1 of 3\)", capsys.readouterr().err)
+
+
 def test_a_machine_that_is_told_to_stop_leaves_the_others(site, capsys):
     first, second, third = (site.machine() for _ in range(3))
     site.until_start(0, 3)
