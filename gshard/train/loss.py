@@ -50,16 +50,17 @@ class Weighted:
     sum: Any
     weight: Any
 
-    def _refuse_arithmetic(self, *_: Any) -> NoReturn:
+    def _refuse(self, *_: Any) -> NoReturn:
         raise ArgumentTypeError(
-            "gshard.Weighted does not support arithmetic: it is a pair of a sum and a weight. To "
-            "add x to its mean, return gshard.Weighted(w.sum + x * w.weight, w.weight); to scale "
-            "it, gshard.Weighted(x * w.sum, w.weight). With the default loss_semantics, "
+            "a gshard.Weighted is no number but a pair of a sum and a weight, without arithmetic. "
+            "To add x to its mean, return gshard.Weighted(w.sum + x * w.weight, w.weight); to "
+            "scale it, gshard.Weighted(x * w.sum, w.weight). With the default loss_semantics, "
             "w.sum / w.weight is an ordinary loss that you can add to others."
         )
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuse_arithmetic
-    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuse
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __abs__ = _refuse
+    __float__ = __int__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
 
 
 Reduction = Literal["sum", "mean", "max", "min", "any", "all"]

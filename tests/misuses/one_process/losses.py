@@ -309,6 +309,9 @@ ROWS = {
         ),
         *("a sum and a weight", "w.sum + x * w.weight"),
     ),
+    "a Weighted is printed as a number": refused(
+        lambda _: float(gshard.Weighted(jnp.ones(()), 2)), "no number", "w.sum / w.weight"
+    ),
     "a Weighted in a Weighted": refused(
         lambda _: one(lambda p, b: gshard.Weighted(gshard.Weighted(loss_fn(p, b), 1), 1)),
         "a Weighted",
