@@ -40,15 +40,15 @@ step = gshard.make_train_step(loss_fn, plan)
 print(plan)
 
 # %% Train and save; the next run resumes from the newest checkpoint
-STEPS = 200
+STEPS, done = 200, 0
 batches = gshard.DataLoader(train, 96, plan, seed=0, num_epochs=None)
 with gshard.Checkpointer("quickstart-checkpoints", keep_last=2) as checkpointer:
     if checkpointer.latest_step() is not None:
         restored = checkpointer.restore(like=state)
-        state = restored.state
+        state, done = restored.state, restored.step
         batches.load_state_dict(restored.data_state)
         print(f"resumed from step {restored.step} of {STEPS} in {checkpointer.directory}")
-    for number, batch in zip(range(int(state.step) + 1, STEPS + 1), batches, strict=False):
+    for number, batch in zip(range(done + 1, STEPS + 1), batches, strict=False):
         state, metrics = step(state, batch)
         if number % 50 == 0:
             print(f"step {number}: loss {float(metrics['loss']):.4f}")

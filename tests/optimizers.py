@@ -26,7 +26,7 @@ def bare(make: Factory) -> optax.GradientTransformation:
 
 
 def fast_alone(lookahead: optax.GradientTransformation) -> optax.GradientTransformation:
-    """As `docs/your-own-loop.md` has it: the slow parameters are optimizer state."""
+    """As `docs/train-step.md` has it: the slow parameters are optimizer state."""
 
     def init(params):
         return lookahead.init(optax.LookaheadParams.init_synced(params)), params

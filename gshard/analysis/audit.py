@@ -84,7 +84,8 @@ def audit(
     text = compiled.as_text()
     if text is None:
         raise GShardError(
-            "the backend gives no text of its compiled programs; audit cannot read it"
+            f"audit: {jax.default_backend()} gives no text of a compiled program. Audit the step "
+            "on CPU devices (gshard.virtual_devices)."
         )
     plan = getattr(step, "plan", None) if plan is None else plan
     budget = getattr(step, "budget", None) if budget is None else budget

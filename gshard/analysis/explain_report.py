@@ -172,7 +172,9 @@ class Explanation:
         """
         name = parse_level(level).name
         if name in self.impossible:
-            raise GShardError(f"level {name} is not possible for it: {self.impossible[name]}")
+            raise GShardError(
+                f"level {name} is not possible for this state: {self.impossible[name]}"
+            )
         return self.stored - self.levels[name].stored
 
     @property

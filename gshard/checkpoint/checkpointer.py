@@ -453,7 +453,10 @@ class Checkpointer:
     def _step(self, step: int | None) -> StepFiles:
         """The files of a step, by default the newest."""
         if step is None and (step := max(self.all_steps(), default=None)) is None:
-            raise GShardError(f"{self._store} holds no checkpoint.")
+            raise GShardError(
+                f"{self._store} holds no checkpoint. If this may be the first run, ask "
+                "latest_step() is not None first."
+            )
         return self._store.step(existing_step(self._store, step, self.all_steps()))
 
     @contextlib.contextmanager

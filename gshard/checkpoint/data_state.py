@@ -55,4 +55,7 @@ def read_data_state(step: StepFiles, processes: int) -> Any:
     except OSError as error:
         raise GShardError(f"{step}/{DATA} cannot be read: {why(error)}.") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise GShardError(f"{step}/{DATA} is damaged.") from error
+        raise GShardError(
+            f"{step}/{DATA}, the position in the data, is damaged. Restore another step: `gshard "
+            "verify DIRECTORY` says which are undamaged."
+        ) from error

@@ -300,7 +300,10 @@ class ObjectDraft:
         # As late as possible: a writer that took over has deleted the token of this draft.
         self._lease.check()
         if self._bucket.read(f"{self.step}/{_TOKEN}").decode() != self._token:
-            raise GShardError(f"{self} is written by another process.")
+            raise GShardError(
+                f"{self}: another job has taken over this step, so this save is not completed. End "
+                "one of the two, or give each an address of its own."
+            )
         self._bucket.create(f"{self.step}/{MANIFEST}", self.folder / MANIFEST)
         self._remove_folder()
         with suppress(StoreError, OSError):  # nobody reads them

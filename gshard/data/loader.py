@@ -74,7 +74,8 @@ class DataLoader:
         object with `len(source)` and `source[i]` (a list of examples, a dataset of PyTorch or
         `grain.MapDataset`), whose examples are trees of the same shapes and dtypes. It must be the
         same on every process.
-      batch_size: examples of the global batch, over all processes; a multiple of the devices.
+      batch_size: examples of the global batch, over all processes; a multiple of the devices,
+        of which those along a sequence axis count once.
       plan: the plan of `shard_train_state`; its mesh says which examples this process reads.
       seed: 0 or more; the order of an epoch is
         `np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(epoch,)))

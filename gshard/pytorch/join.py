@@ -162,8 +162,11 @@ class Join:
             every = [found.any(), (found == count).all()]
         if any(every) and not all(every) and (self._throw or not self._enable):
             who = "another process" if all(left) else f"process {jax.process_index()}"
-            why = "throw_on_early_termination=True." if self._throw else "Leave out enable=False."
-            raise UnevenInputsError(f"join: {who} has no data left, but others have. {why}")
+            asked = "throw_on_early_termination=True" if self._throw else "enable=False"
+            raise UnevenInputsError(
+                f"join: {who} has no data left, but others have. Give every process as many "
+                f"batches, or leave out {asked}."
+            )
         if any(source.idle == _MANY for source in sources):
             warn(
                 f"join: a device has waited for {_MANY} batches of others. Distribute the data "

@@ -86,6 +86,12 @@ def _leaf_to_host(x: jax.Array, layout: Layout) -> Any:
     if is_key(x):
         data = jnp.array(replicated_value(jax.random.key_data(x)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if np.shape(x) not in (layout.stored_shape, layout.shape):
+        raise GShardError(
+            f"{layout.path or 'the step number'} has shape {np.shape(x)}; the plan has "
+            f"{layout.shape} (stored as {layout.stored_shape}). Pass a state of this plan: what "
+            "its gshard.shard_train_state or one of its steps returned."
+        )
     return layout.unpad(np.array(stored_on_host(x, layout)))
 
 

@@ -207,7 +207,7 @@ class Layout:
             return self.pad(x)
         raise GShardError(
             f"{what}: {self.path} has shape {x.shape}; the plan has {self.shape} (stored as "
-            f"{self.stored_shape})."
+            f"{self.stored_shape}). Pass an array of one of these two shapes."
         )
 
     def unpad(self, x: Any) -> Any:

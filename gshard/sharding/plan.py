@@ -16,7 +16,7 @@ from rich.table import Table
 
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.html import html_of
-from gshard._util.pytree import flatten, map_leaves
+from gshard._util.pytree import flatten, map_leaves, same_leaves
 from gshard._util.text import text_of, text_table
 from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import shown
@@ -309,12 +309,18 @@ class Plan:
           state: a sharded train state of this plan.
 
         Raises:
-          GShardError: the state is of another kind, or is plain already.
+          GShardError: the state is of another kind or another plan, or is plain already.
         """
         check_state(state, self, "plan.unwrap(state)")
         parts, layouts = self.kind.split(state), self.layouts
         if not isinstance(parts.opt_state, ShardedOptState):
             raise GShardError("plan.unwrap(state): the state is plain already. Use it as it is.")
+        for what, tree, wanted in (
+            ("parameters are", parts.params, self.params),
+            ("optimizer state is", parts.opt_state.inner, self.opt_state),
+            ("further fields are", parts.non_trainable, self.non_trainable),
+        ):
+            same_leaves(tree, flatten(wanted)[0], f"plan.unwrap(state): the {what}")
         full = Components(
             full_on_host(*self.master_params(parts.params, parts.opt_state)),
             decoded(full_on_host(parts.opt_state.inner, self.opt_state)),

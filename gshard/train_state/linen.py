@@ -106,7 +106,7 @@ class Linen(Kind):
                 "the parameters are optax.LookaheadParams, whose slow parameters have no gradient, "
                 "but gshard needs a gradient for each parameter. Pass only the fast parameters, "
                 "with an optimizer that keeps the slow ones in its state, where they are sharded: "
-                "see docs/your-own-loop.md (Lookahead)."
+                "see docs/train-step.md (Lookahead)."
             )
         if state.step.shape or not jnp.issubdtype(state.step.dtype, jnp.integer):
             raise GShardError(

@@ -69,6 +69,19 @@ def one_array_twice(_):
     gshard.make_train_step(loss_fn, plan)(state.replace(copy=state.params), BATCH)
 
 
+def larger() -> Any:
+    return jax.tree.map(lambda x: jnp.ones([n + 1 for n in x.shape]), params())
+
+
+def unwrapped_with_other_padding(_):
+    made = {"kernel": jnp.ones((17, 5))}, ADAM
+    plans = [
+        shard(made, "p_g_os", gshard.make_mesh(devices=jax.devices()[:n]), min_shard_size=0)
+        for n in (3, 4)
+    ]
+    plans[1][1].unwrap(plans[0][0])
+
+
 def used_again(_):
     state, _, step = kept()
     step(state, BATCH)
@@ -502,6 +515,16 @@ ROWS = {
     ),
     "unwrap of parameters": refused(
         lambda _: kept()[1].unwrap(kept()[0].params), "plan.unwrap(state)", "a dict"
+    ),
+    "unwrap with the plan of another optimizer": refused(
+        lambda _: kept()[1].unwrap(shard(linen(optax.sgd(1e-2)))[0]), "optimizer state", "missing"
+    ),
+    "unwrap with the plan of a smaller model": refused(
+        lambda _: kept()[1].unwrap(shard((larger(), ADAM))[0]),
+        *("has shape", "Pass a state of this plan"),
+    ),
+    "unwrap with the plan of another number of devices, which pads": refused(
+        unwrapped_with_other_padding, "kernel has shape", "stored as"
     ),
     "unwrap with another level's plan": right(
         lambda _: (kept("p_g_os")[1].unwrap(kept()[0]).params, params())
