@@ -1,8 +1,9 @@
-"""Warns where arrays that are stored with padding are used outside gshard's steps.
+"""Warns of, or refuses, arrays that are stored with padding where gshard does not remove it.
 
 What gshard passes to a loss has its logical shape. An array of a sharded state that the loss closes
 over comes as it is stored, with the zeros of `indivisible="pad"` at its end: a maximum, a mean or
-an argmax over them differs from one device. So does calling an NNX model directly.
+an argmax over them differs from one device. So does calling an NNX model directly, and a model
+whose stored parameters are sharded once more would train the zeros.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any
 import jax
 from jax import core
 
-from gshard._util.errors import some, warn
+from gshard._util.errors import GShardError, some, warn
+from gshard._util.pytree import flatten
 from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 
 _Form = tuple[tuple[int, ...], str]  # stored shape and dtype
-_stored: dict[_Form, dict[Any, Layout]] = {}  # by form, the layouts with padding by their sharding
+_stored: dict[_Form, dict[Any, dict[str, Layout]]] = {}  # those with padding, by sharding and path
 
 
 def remember(plan: Plan) -> None:
@@ -27,7 +29,30 @@ def remember(plan: Plan) -> None:
     for layout in jax.tree.leaves(plan.layouts):
         if layout.padding:
             of_form = _stored.setdefault((layout.stored_shape, str(layout.dtype)), {})
-            of_form.setdefault(plan.sharding(layout), layout)
+            of_form.setdefault(plan.sharding(layout), {})[layout.path] = layout
+
+
+def _like(x: Any) -> dict[str, Layout]:
+    """The layouts, by path, that an array may have; of a tracer, shape and dtype are known."""
+    of_form = _stored.get((getattr(x, "shape", ()), str(getattr(x, "dtype", None))), {})
+    if not of_form or not isinstance(x, jax.Array):
+        return {}
+    if isinstance(x, core.Tracer):
+        return next(iter(of_form.values()))
+    equal = (s for s in of_form if s.is_equivalent_to(x.sharding, x.ndim))
+    return of_form.get(next(equal, None), {})
+
+
+def refuse_padding(tree: Any) -> None:
+    """Refuses to shard parameters and fields as another state stores them, with padding."""
+    for path, x in zip(*flatten(tree)[:2], strict=True):
+        if (layout := _like(x).get(path)) is not None:
+            raise GShardError(
+                f"{path} has shape {x.shape}: gshard has stored it so, padded with zeros, and its "
+                f"shape is {layout.shape}. The zeros would become part of the model. Shard what "
+                "plan.unwrap(state) returns, or gshard.full_params(state); with NNX the model of "
+                "plan.unwrap((model, optimizer))."
+            )
 
 
 def warn_of_padded_model(plan: Plan) -> None:
@@ -44,18 +69,13 @@ def warn_of_padded_model(plan: Plan) -> None:
 
 
 def warn_of_padding(arrays: Sequence[Any], name: str = "") -> None:
-    """Warns of arrays that look like one of those: of a tracer, the shape and dtype are known.
+    """Warns of arrays that look like one of those.
 
     The loss closes over them, or is given them as the argument of this name.
     """
     how = f"{name}= of the loss is" if name else "the loss closes over"
     for x in arrays:
-        of_form = _stored.get((getattr(x, "shape", ()), str(getattr(x, "dtype", None))))
-        if not of_form or not isinstance(x, jax.Array):
-            continue
-        traced = isinstance(x, core.Tracer)
-        layout = next(iter(of_form.values())) if traced else of_form.get(x.sharding)
-        if layout is not None:
+        for layout in [*_like(x).values()][:1]:
             warn(
                 f"{how} an array of shape {x.shape}, the shape in which gshard "
                 f"stores {layout.path} of shape {layout.shape}. If it is that array, it is padded "
@@ -72,7 +92,7 @@ def explain_shapes(error: Exception) -> None:
     padded = [
         f"{layout.path} {list(layout.shape)} as {list(layout.stored_shape)}"
         for of_form in _stored.values()
-        for layout in list(of_form.values())[:1]
+        for layout in [layout for found in of_form.values() for layout in found.values()][:1]
         if layout.dim is not None
         and {str(x[layout.dim]) for x in (layout.shape, layout.stored_shape)} <= sizes
     ]

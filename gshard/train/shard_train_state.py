@@ -25,7 +25,7 @@ from gshard.sharding.keep import Keep
 from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.level import LevelChoice, is_auto, parse_level
 from gshard.sharding.make_plan import PlanRequest, plan_state
-from gshard.sharding.padded_storage import remember, warn_of_padded_model
+from gshard.sharding.padded_storage import refuse_padding, remember, warn_of_padded_model
 from gshard.sharding.plan import Plan, ShardedTransformation, remember_original
 from gshard.sharding.precision import as_precision
 from gshard.sharding.quantized_array import (
@@ -284,6 +284,9 @@ def shard_and_advise(
         )
     kind = kind.freeze(template, wanted["frozen"], frozen_paths)
     given, template = kind.narrow(given), kind.narrow(template)
+    parts = kind.split(given)
+    refuse_padding(parts.params)
+    refuse_padding(parts.non_trainable)
     tx = kind.tx(template)
 
     precision = as_precision(wanted["precision"])

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -199,6 +200,11 @@ class Linen(Kind):
                     "needs can be part of the batch, also a key: {**batch, 'key': key}."
                 )
             given = {name: value for name, value in available.items() if name in named}
+            if "step" in named - set(available) and not isinstance(loss_fn, partial):
+                warn(
+                    f"{place_of(loss_fn)} takes step=, which gshard does not pass: it is "
+                    "always the default. Pass it in the batch: {**batch, 'step': np.int32(n)}."
+                )
             boxed = all_params(params, non_trainable)
             unboxed = jax.tree.map(
                 lambda x: jax.tree.leaves(x)[0] if _is_box(x) else x, boxed, is_leaf=_is_box

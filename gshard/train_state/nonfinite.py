@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,9 @@ from gshard._util.events import StepNumber
 from gshard._util.validation import check_integer, flag, shown
 
 
-class ScalerState(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)  # optax.tree.get(opt_state, "scale") would find that of a NamedTuple
+class ScalerState:
     """The state of a `GradScaler`, kept in the train state.
 
     Attributes:
@@ -148,7 +150,7 @@ class GradScaler:
         """Returns the state after a step, given whether its gradient was finite."""
         scale = self.scale(state)
         if not self.use_dynamic_loss_scaling:
-            return state._replace(scale=scale)
+            return replace(state, scale=scale)
         good = jnp.where(finite, state.good + 1, 0)
         bad = jnp.where(finite, 0, state.bad + 1)
         grows, shrinks = good >= self.incr_every_n_steps, bad >= self.decr_every_n_nan_or_inf
@@ -235,7 +237,9 @@ def _treats(x: Any) -> bool:
 LATE = 2  # number of steps that a run may be ahead of the last guard that was checked
 
 
-class Guard(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Guard:
     """Counts of skipped steps in the train state, int32 scalars.
 
     Attributes:
@@ -255,7 +259,9 @@ class Guard(NamedTuple):
         non-finite steps.
         """
         # not `jax.numpy`, whose calls make up a twentieth of the trace of a small step
-        row, first, skipped = (jnp.asarray(x, jnp.int32) for x in self)
+        row, first, skipped = (
+            jnp.asarray(x, jnp.int32) for x in (self.row, self.first, self.skipped)
+        )
         bad, kept = (jnp.asarray(lax.bitwise_not(x), jnp.int32) for x in (finite, updates))
         # A step that is not finite has the number of the one before it, also in a row of them.
         return Guard(

@@ -10,11 +10,11 @@ import optax
 
 import gshard
 from tests.misuses.small import BATCH, alone, kept, loss_fn, params, shard
-from tests.misuses.table import raw, refused, right
+from tests.misuses.table import raw, refused, right, warned
 
 
-def grads_of(state: Any, plan: Any, **options: Any) -> Any:
-    return jax.jit(gshard.value_and_grad(loss_fn, plan, **options))(state.params, BATCH)[1]
+def grads_of(state: Any, plan: Any, loss: Any = loss_fn, **options: Any) -> Any:
+    return jax.jit(gshard.value_and_grad(loss, plan, **options))(state.params, BATCH)[1]
 
 
 def with_grads(make: Any) -> Any:
@@ -64,6 +64,23 @@ def plain_grad(_):
     return gshard.full_params(state.apply_gradients(grads=grads)), alone()
 
 
+def counting_shapes(p, b):
+    return loss_fn(p, b), {"examples": len(b["x"])}
+
+
+def counting_over_calls(_):
+    """Of 16 and 8 examples."""
+    state, plan, _ = kept()
+
+    def counting(p, b):
+        return loss_fn(p, b), {"examples": gshard.Reduced(len(b["x"]), "sum")}
+
+    grad = gshard.value_and_grad(counting, plan, sync=False, has_aux=True)
+    half = {name: x[:8] for name, x in BATCH.items()}
+    total = grad(state.params, BATCH)[1] + grad(state.params, half)[1]
+    return gshard.reduce_gradients(total, plan)[0][1]["examples"], 24
+
+
 ROWS = {
     "gradients of another tree": refused(
         lambda _: with_grads(lambda s, p: {"v": s.params["w"]}), "gradients", "missing", "added"
@@ -88,6 +105,11 @@ ROWS = {
     ),
     "local gradients of another mesh": refused(of_two_plans, "local gradient of", "shape"),
     "local gradients of two kinds are added": refused(summed_of_two_kinds, "were added to"),
+    "a number of examples, for several calls": warned(
+        lambda _: grads_of(*kept()[:2], counting_shapes, sync=False, has_aux=True),
+        *("int32[]", "of several calls", 'gshard.Reduced(x, "sum")'),
+    ),
+    "a number of examples, for several calls, as a sum": right(counting_over_calls),
     "local gradients and a number are added": refused(
         lambda _: grads_of(*kept()[:2], sync=False) + 1, "were added to 1"
     ),

@@ -79,6 +79,31 @@ def twice(_):
     return gshard.shard_train_state(state, plan.mesh, "os")
 
 
+def plateau() -> Any:
+    tx = optax.chain(ADAM, optax.contrib.reduce_on_plateau())
+    return shard(linen(tx))[0]
+
+
+def padded_again(_):
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    state, _ = shard(({"kernel": jnp.ones((17, 5))}, ADAM), "zero3", mesh, min_shard_size=0)
+    shard((state.params, optax.sgd(1e-2)), "zero1", mesh, min_shard_size=0)
+
+
+def padded_model_again(_):
+    model = nnx.Linear(17, 5, use_bias=False, rngs=nnx.Rngs(0))
+    mesh = gshard.make_mesh(devices=jax.devices()[:4])
+    for _ in range(2):
+        optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+        (model, _), _ = shard((model, optimizer), "zero3", mesh, min_shard_size=0)
+
+
+def sharded_again(_):
+    """With another optimizer at another level."""
+    state, plan = shard(level="zero3", min_shard_size=0)
+    return train(state=linen(optax.sgd(0.0)).replace(params=state.params))[0], params()
+
+
 def committed(device: int = 3) -> Any:
     return jax.device_put(linen(), jax.devices()[device])
 
@@ -311,6 +336,19 @@ ROWS = {
     ),
     "an abstract state is exported": refused(
         lambda path: gshard.save_safetensors(abstract()[0], path / "x.safetensors"), "abstract"
+    ),
+    "parameters that are stored with padding are sharded again": refused(
+        padded_again, "kernel has shape (20, 5)", "(17, 5)", "plan.unwrap(state)"
+    ),
+    "the model of NNX that is stored with padding gets another optimizer": refused(
+        padded_model_again, "kernel has shape", "plan.unwrap((model, optimizer))"
+    ),
+    "parameters without padding are sharded again": right(sharded_again),
+    "a number of the optimizer state by a name that gshard's own also has": right(
+        lambda _: (optax.tree.get(plateau().opt_state, "scale"), 1.0)
+    ),
+    "a name that the optimizer state does not have, with a default": right(
+        lambda _: (optax.tree.get(kept()[0].opt_state, "scale", 1.0), 1.0)
     ),
     "a state is sharded twice": refused(twice, "already sharded", "plan.unwrap(state)"),
     "a state on another device": right(
