@@ -15,6 +15,7 @@ import pytest
 
 import gshard
 from tests.covering import covering, parts_of
+from tests.program_text import numbered_anew
 from tests.tiers import quick
 from tests.train import compositions
 from tests.train.compositions import FACTORS, MORE, batch_of, compare, sharded
@@ -116,19 +117,20 @@ EXCEPTED = gshard.Precision(
 
 def lowered(case: dict[str, Any], precision: Any) -> str:
     """Returns the program of a step with Adam, before XLA compiles it."""
-    jax.clear_caches()  # else the numbers in names depend on what was traced before
+    jax.clear_caches()  # else what was traced before is not traced again
     state, plan = sharded(case, precision=precision)
     loss, options = compositions.loss_and_options(case, plan)
     if case["loop"] == "step":
         step: Any = gshard.make_train_step(loss, plan, **options)
         states = state if isinstance(state, tuple) else (state,)
-        return step.lower(*states, batch_of(0)).as_text()
+        return numbered_anew(step.lower(*states, batch_of(0)).as_text())
     grad = gshard.value_and_grad(loss, plan, **options)
 
     def own(state: Any, batch: Any) -> Any:
         return state.apply_gradients(grads=grad(state.params, batch)[1])
 
-    return jax.jit(own).lower(state, gshard.shard_batch(batch_of(0), plan)).as_text()
+    program = jax.jit(own).lower(state, gshard.shard_batch(batch_of(0), plan))
+    return numbered_anew(program.as_text())
 
 
 OWN = [

@@ -87,10 +87,11 @@ class Status:
                 self._take(json.loads(line))
 
     def _take(self, event: dict[str, Any]) -> None:
+        if event["event"] == "end":  # of the script; the process exits later
+            self.left = time.monotonic()
+            return
         self._log.write(**{**event, "rank": self._rank})
         self._work = self._work.after(event)
-        if event["event"] == "end":
-            self.left = time.monotonic()
 
     @property
     def work(self) -> Work:

@@ -55,6 +55,15 @@ def test_a_line_that_has_begun_is_read_when_it_ends(status, tmp_path):
     assert read(tmp_path) == [{"time": "now", "event": "a", "rank": 3}]
 
 
+def test_the_end_of_a_script_is_for_the_launcher_alone(status, tmp_path):
+    """It may be read, or the process may be gone before."""
+    assert status.left is None
+    with status.path.open("ab") as file:
+        file.write(b'{"event": "end"}\n')
+    status.update()
+    assert read(tmp_path) == [] and status.left is not None
+
+
 def test_the_last_step_is_known_without_an_event(status, tmp_path):
     assert status.work.step is None
     number = events.StepNumber()
