@@ -17,7 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 _HIDDEN = ("self", "cls")
-_LACKING = re.compile(r"missing a required (?:\S+ )?argument: '(\w+)'")  # as Python says it
+_LACKING = re.compile(r"missing (?:a|1) required (?:\S+ )?argument: '(\w+)'")  # as Python says it
 
 
 def named_arguments(
@@ -45,13 +45,16 @@ def named_arguments(
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 return function(*args, **kwargs)
-            except TypeError:
+            except TypeError as raised:
                 try:  # only now: a call that fits pays nothing
                     signature.bind(*args, **kwargs)
                 except TypeError as error:
                     said = str(error)
                 else:
-                    raise
+                    # Python 3.13 binds the name of a positional argument to `**kwargs`.
+                    if raised.__traceback__ is None or raised.__traceback__.tb_next is not None:
+                        raise
+                    said = str(raised)
             raise ArgumentTypeError(explained(said, kwargs))
 
         def explained(error: str, given: Mapping[str, Any]) -> str:
