@@ -89,17 +89,18 @@ def warn_of_padding(arrays: Sequence[Any], name: str = "") -> None:
 def explain_shapes(error: Exception) -> None:
     """Adds a note to an error of a loss that names both sizes of a dimension with padding."""
     sizes = set(re.findall(r"\d+", str(error)))
-    padded = [
+    padded = {
         f"{layout.path} {list(layout.shape)} as {list(layout.stored_shape)}"
         for of_form in _stored.values()
-        for layout in [layout for found in of_form.values() for layout in found.values()][:1]
+        for found in of_form.values()
+        for layout in found.values()
         if layout.dim is not None
         and {str(x[layout.dim]) for x in (layout.shape, layout.stored_shape)} <= sizes
-    ]
+    }
     if padded and "shape" in str(error) and not hasattr(error, "__notes__"):
         error.add_note(
-            f"gshard stores some arrays with padding: {some(padded, 3)}. If the loss closes over "
-            "such an array of another sharded state (a second network), it sees the padded shape. "
+            f"gshard stores some arrays with padding: {some(sorted(padded), 3)}. If the loss closes "
+            "over such an array of another sharded state (a second network), it sees the padded shape. "
             "Make that array a field of the state that is trained, close over gshard.full_params "
             'of the other state, or shard that one with indivisible="replicate".'
         )

@@ -14,6 +14,7 @@ from gshard.analysis.aot.target import parse_target
 from gshard.analysis.config import Config
 from gshard.analysis.forecast import abstract_mesh
 from gshard.analysis.tune import advise
+from gshard.sharding import padded_storage
 
 LAYERS, WIDTH, HIDDEN, WORDS = 32, 4096, 14336, 128256
 
@@ -124,7 +125,8 @@ def test_a_loss_that_closes_over_an_array_with_padding_is_warned_of(indivisible,
             assert run(teacher.params["w"]) != pytest.approx(wanted)
 
 
-def test_an_error_about_the_shape_of_a_second_network_says_that_it_is_padded():
+def test_an_error_about_the_shape_of_a_second_network_says_that_it_is_padded(monkeypatch):
+    monkeypatch.setattr(padded_storage, "_stored", {})  # of what other tests have padded
     mesh = gshard.make_mesh(devices=jax.devices()[:3])
     teacher, student = ({"w": jnp.ones((7, 29)) * i} for i in range(2))
     (other, _), (state, plan) = (
