@@ -99,8 +99,8 @@ def explain_shapes(error: Exception) -> None:
     }
     if padded and "shape" in str(error) and not hasattr(error, "__notes__"):
         error.add_note(
-            f"gshard stores some arrays with padding: {some(sorted(padded), 3)}. If the loss closes "
-            "over such an array of another sharded state (a second network), it sees the padded shape. "
-            "Make that array a field of the state that is trained, close over gshard.full_params "
-            'of the other state, or shard that one with indivisible="replicate".'
+            f"gshard stores some arrays with padding: {some(sorted(padded), 3)}. If the loss "
+            "closes over such an array of another sharded state (a second network), it sees the "
+            "padded shape. Make that array a field of the state that is trained, close over "
+            'gshard.full_params of the other state, or shard that one with indivisible="replicate".'
         )
