@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -123,6 +124,11 @@ class Checkpointer:
             raise GShardError(f"on_failure={shown(on_failure)} must be 'raise' or 'warn'.")
         self._warns = on_failure == "warn"
         self._rhythm = Rhythm(every, local, local_every)
+        if every and keep_every and keep_every % every:
+            warn(
+                f"keep_every={keep_every} keeps multiples of {math.lcm(every, keep_every)} alone: "
+                f"every={every} saves no others. Make it a multiple of every=."
+            )
         self._writer = StepWriter(self._store, self._retention)
         self._local = None if local is None else LocalTier(local, self._store, str(self._rhythm))
         self._elsewhere: str | None = None  # where the last state is that `save` was given

@@ -118,10 +118,9 @@ def _fault_of(call: _Call, devices: int) -> str:
     if state_squares * devices != state * state:
         return (
             f"in call {call.call} of this step the processes gave different states: the step "
-            "number differs, a random key, or a scalar of the optimizer such as a learning rate. A "
-            "process gave "
-            "an older state, or set another value. Keep what the step returns, and set "
-            "hyperparameters on all processes alike."
+            "number differs, a random key, a scalar of the optimizer such as a learning rate, or a "
+            "scalar field of your own. A process gave an older state, or set another value. Keep "
+            "what the step returns, and set such values on all processes alike."
         )
     if squares * known == total * total:
         return ""

@@ -38,6 +38,7 @@ THERE = "only in the checkpoint"
         (optax.adam(3e-3), rf"numbers of the update: -0\.001.*{THERE}, -0\.003.* only in like="),
         (optax.adam(1e-3, b1=0.8), rf": 0\.1, 0\.9 {THERE}, 0\.2, 0\.8 only in like="),
         (optax.adam(1e-3, b1=0.999, b2=0.9), "order of operations and numbers of the update"),
+        (optax.nadam(1e-3), "parameters and moments to which the update applies"),
         (optax.adamax(1e-3), f"operations of the update: .* {THERE}, .*max.* only in like="),
         (optax.adam(optax.constant_schedule(1e-3)), "state: ScaleByScheduleState only in like="),
     ],
@@ -62,6 +63,23 @@ def test_another_optimizer_is_one_warning(saved, tx, said):
 )
 def test_the_same_optimizer_is_none(saved, level, devices, options):
     gshard.Checkpointer(saved).restore(like=shard(optax.adam(1e-3), level, devices, **options))
+
+
+def test_two_groups_that_change_places_are_another_optimizer():
+    """With the same operations and numbers."""
+
+    def info(*labels):
+        tx = optax.multi_transform(
+            {"fast": optax.sgd(1e-2), "slow": optax.sgd(1e-3)}, dict(zip("vw", labels, strict=True))
+        )
+        params = {"v": jnp.ones((8, 8)), "w": jnp.ones((8, 8))}
+        mesh = gshard.make_mesh()
+        _, plan = gshard.shard_train_state((params, tx), mesh, "zero1", min_shard_size=0)
+        return optimizer_info(plan)
+
+    one, other = info("fast", "slow"), info("slow", "fast")
+    assert "to which the update applies" in difference(one, other)
+    assert difference(one, info("fast", "slow")) == ""
 
 
 def test_steps_that_say_nothing_of_it_are_read(saved, tmp_path):

@@ -286,6 +286,31 @@ def test_a_weight_that_must_be_gathered_is_named():
     assert abs(float(value) - float(wanted)) < 2e-6 and worst(grads, reference) < 2e-6
 
 
+@pytest.mark.parametrize("level", quick(LEVELS, ["p_g_os"]))
+@pytest.mark.parametrize("begins", ["with the tokens", "with sums of tokens"])
+def test_experts_in_a_scan_that_adds_to_what_it_begins_with(begins, level):
+    """What it begins with has an entry for each example, and the sum over experts adds to it."""
+    dims = (1, 2) if begins == "with sums of tokens" else ()
+
+    def loss(p, given):
+        h = jnp.tanh(p["embed"][given["x"]])
+        weights = jnp.moveaxis(jax.nn.softmax(h @ p["router"]), -1, 0)
+
+        def add(total, expert):
+            w, own = expert
+            y = w[..., None] * (jax.nn.silu(h @ own["up"]) @ own["down"])
+            return total + y.sum(dims), None
+
+        total, _ = jax.lax.scan(add, h.sum(dims), (weights, p["experts"]))
+        return jnp.square(total).mean()
+
+    state, plan = sharded(DATA_EXPERT, level)
+    value, grads = jax.jit(gshard.value_and_grad(loss, plan))(state.params, batch())
+    wanted, reference = jax.value_and_grad(loss)(params(), batch())
+    assert abs(float(value) / float(wanted) - 1) < 2e-6
+    assert worst({**grads, "head": 1}, {**reference, "head": 1}) < 2e-6
+
+
 def test_layers_that_are_kept_in_place_of_experts_are_named():
     def loss(p, given):
         h = jnp.tanh(p["embed"][given["x"]])

@@ -116,7 +116,7 @@ class Conversions:
         if placement == REPLICATED:
             return self._complete(value, eqn)
         contiguous = value.placement.outer == placement.outer == 1
-        if self.exchanges and contiguous and not is_key(value.aval):
+        if placement.is_sharded and self.exchanges and contiguous and not is_key(value.aval):
             return self._moved(value, placement, eqn)
         full = Value(REPLICATED, value.aval, self.convert(value, REPLICATED, eqn))
         return self.convert(full, placement, eqn)

@@ -51,6 +51,9 @@ def difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         found += [_only("operations of the update", then, now, "operations")]
         if not any(found) and then.get("trace", now["trace"]) != now["trace"]:
             found = ["the order of operations and numbers of the update"]
+        same = then.get("parameters") == now["parameters"]  # else there are more operations
+        if not any(found) and same and then["applied"] != now["applied"]:
+            found = ["the parameters and moments to which the update applies its operations"]
     return "; ".join(filter(None, found))
 
 
@@ -83,17 +86,26 @@ def _describe(plan: Plan) -> dict[str, Any]:
     numbers = {_rounded(x) for x in traced.consts if np.size(x) == 1 and np.isrealobj(x)}
     operations: set[str] = set()
     lines: dict[str, None] = {}  # in order, each once: the same for any number of parameters
+    variables = {x: i for i, x in enumerate(traced.jaxpr.invars)}
+    applied = hashlib.blake2b(digest_size=8)
     for eqn in all_equations(traced.jaxpr):
         operations.add(eqn.primitive.name)
         scalars = [x.val for x in eqn.invars if isinstance(x, Literal)]
         own = [_rounded(x) for x in scalars if np.size(x) == 1 and np.isrealobj(x)]
         numbers |= {*own}
-        lines[f"{eqn.primitive.name} {own}"] = None
+        line = f"{eqn.primitive.name} {own}"
+        lines[line] = None
+        operands = [x for x in (*eqn.invars, *eqn.outvars) if not isinstance(x, Literal)]
+        numbered = [variables.setdefault(x, len(variables)) for x in operands]
+        applied.update(f"{line} {numbered}\n".encode())
     trace = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
     # NaN has no place in an order, and is not equal to itself.
     ordered = sorted(x for x in numbers if x == x)
     named = {"numbers": ordered[:_MOST], "operations": sorted(operations)}
-    return info | named | {"trace": trace}
+    forms = [f"{x.path} {x.shape}" for x in jax.tree.leaves(plan.params)]
+    parameters = hashlib.blake2b("\n".join(forms).encode(), digest_size=8).hexdigest()
+    hashes = {"trace": trace, "applied": applied.hexdigest(), "parameters": parameters}
+    return info | named | hashes
 
 
 def _rounded(x: Any) -> float:
