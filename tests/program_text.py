@@ -7,5 +7,6 @@ import re
 
 def numbered_anew(text: str) -> str:
     """A lowered program with its functions numbered as they appear; JAX numbers across programs."""
-    names: dict[str, str] = {}
-    return re.sub(r"@[\w.]+", lambda found: names.setdefault(found[0], f"@{len(names)}"), text)
+    made = dict.fromkeys(re.findall(r"func\.func [^@\n]*(@[\w.]+)", text))
+    names = {name: f"@{number}" for number, name in enumerate(made)}
+    return re.sub(r"@[\w.]+", lambda found: names.get(found[0], found[0]), text)

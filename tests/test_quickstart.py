@@ -25,7 +25,10 @@ nbformat.write(notebook, "quickstart.ipynb")
 
 def shortened(text: str, steps: int) -> str:
     """A text with the code of the quickstart, with fewer steps."""
-    for old, new in (("STEPS = 200", f"STEPS = {steps}"), ("number % 50", "number % 5")):
+    for old, new in (
+        ("STEPS, done = 200, 0", f"STEPS, done = {steps}, 0"),
+        ("number % 50", "number % 5"),
+    ):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     return text

@@ -17,7 +17,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 _HIDDEN = ("self", "cls")
-_LACKING = re.compile(r"missing (?:a|1) required (?:\S+ )?argument: '(\w+)'")  # as Python says it
+_LACKING = re.compile(
+    r"missing (?:a|\d+) required (?:\S+ )?arguments?: '(\w+)'"
+)  # as Python says it
 
 
 def named_arguments(
@@ -54,7 +56,7 @@ def named_arguments(
                     # Python 3.13 binds the name of a positional argument to `**kwargs`.
                     if raised.__traceback__ is None or raised.__traceback__.tb_next is not None:
                         raise
-                    said = str(raised)
+                    said = str(raised).partition("() ")[2] or str(raised)
             raise ArgumentTypeError(explained(said, kwargs))
 
         def explained(error: str, given: Mapping[str, Any]) -> str:

@@ -243,8 +243,10 @@ def _file_system(scheme: str) -> Any:
             )
             logging.getLogger("gcsfs").addFilter(_is_wanted)  # again changes nothing
         else:
-            users = conf.get(scheme, {}).get("config_kwargs", {})
-            given["config_kwargs"] = _limits_of_uploads() | users
+            users = conf.get(scheme, {}).get("config_kwargs") or {}
+            own = _limits_of_uploads()
+            connector = own["connector_args"] | users.get("connector_args", {})
+            given["config_kwargs"] = own | users | {"connector_args": connector}
         return fsspec.filesystem(scheme, **given)
     except ImportError as error:
         raise GShardError(

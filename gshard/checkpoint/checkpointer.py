@@ -91,11 +91,12 @@ class Checkpointer:
       >>> state, plan = gshard.shard_train_state((params, tx), mesh, "p_g_os", min_shard_size=0)
       >>> step = gshard.make_train_step(loss_fn, plan)
       >>> with gshard.Checkpointer("checkpoints", keep_last=3) as checkpointer:
-      ...     if checkpointer.latest_step() is not None:
+      ...     done = checkpointer.latest_step() or 0
+      ...     if done:
       ...         state = checkpointer.restore(like=state).state
-      ...     for _ in range(2):
+      ...     for number in range(done + 1, done + 3):
       ...         state, metrics = step(state, batch)
-      ...         checkpointer.save(int(state.step), state)
+      ...         checkpointer.save(number, state)
       >>> checkpointer.all_steps()
       [1, 2]
     """
@@ -124,10 +125,10 @@ class Checkpointer:
             raise GShardError(f"on_failure={shown(on_failure)} must be 'raise' or 'warn'.")
         self._warns = on_failure == "warn"
         self._rhythm = Rhythm(every, local, local_every)
-        if every and keep_every and keep_every % every:
+        if every and keep_every and keep_every % every and every % keep_every:
             warn(
-                f"keep_every={keep_every} keeps multiples of {math.lcm(every, keep_every)} alone: "
-                f"every={every} saves no others. Make it a multiple of every=."
+                f"keep_every={keep_every} keeps only multiples of {math.lcm(every, keep_every)}: "
+                f"every={every} does not save the others. Make it a multiple of every=."
             )
         self._writer = StepWriter(self._store, self._retention)
         self._local = None if local is None else LocalTier(local, self._store, str(self._rhythm))

@@ -164,8 +164,8 @@ class Join:
             who = "another process" if all(left) else f"process {jax.process_index()}"
             asked = "throw_on_early_termination=True" if self._throw else "enable=False"
             raise UnevenInputsError(
-                f"join: {who} has no data left, but others have. Give every process as many "
-                f"batches, or leave out {asked}."
+                f"join: {who} has no data left, but others have. Give every input the "
+                f"same number of batches, or leave out {asked}."
             )
         if any(source.idle == _MANY for source in sources):
             warn(

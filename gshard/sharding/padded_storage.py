@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import core
+import jax.numpy as jnp
+from jax import core, lax
 
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.pytree import flatten
@@ -44,15 +45,26 @@ def _like(x: Any) -> dict[str, Layout]:
 
 
 def refuse_padding(tree: Any) -> None:
-    """Refuses to shard parameters and fields as another state stores them, with padding."""
+    """Refuses to shard arrays as another state stores them, with padding; warns of similar ones."""
     for path, x in zip(*flatten(tree)[:2], strict=True):
-        if (layout := _like(x).get(path)) is not None:
-            raise GShardError(
-                f"{path} has shape {x.shape}: gshard has stored it so, padded with zeros, and its "
-                f"shape is {layout.shape}. The zeros would become part of the model. Shard what "
-                "plan.unwrap(state) returns, or gshard.full_params(state); with NNX the model of "
-                "plan.unwrap((model, optimizer))."
-            )
+        found = _like(x)
+        layout = found.get(path, next(iter(found.values()), None))
+        if layout is None or isinstance(x, core.Tracer) or not _ends_in_zeros(x, layout):
+            continue
+        said = (
+            f"{path} has shape {x.shape}, in which gshard stores {layout.path} of shape "
+            f"{layout.shape}, padded with zeros. The zeros would become part of the model. Shard "
+            "what plan.unwrap(state) returns, or gshard.full_params(state); with NNX the model of "
+            "plan.unwrap((model, optimizer))."
+        )
+        if path in found:
+            raise GShardError(said)
+        warn(said)
+
+
+def _ends_in_zeros(x: jax.Array, layout: Layout) -> bool:
+    dim: Any = layout.dim
+    return not bool(jnp.any(lax.slice_in_dim(x, layout.shape[dim], None, axis=dim) != 0))
 
 
 def warn_of_padded_model(plan: Plan) -> None:

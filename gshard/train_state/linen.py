@@ -200,10 +200,10 @@ class Linen(Kind):
                     "needs can be part of the batch, also a key: {**batch, 'key': key}."
                 )
             given = {name: value for name, value in available.items() if name in named}
-            if "step" in named - set(available) and not isinstance(loss_fn, partial):
+            if "step" in named - set(available) and _default_of(loss_fn, "step") in (0, None):
                 warn(
-                    f"{place_of(loss_fn)} takes step=, which gshard does not pass: it is "
-                    "always the default. Pass it in the batch: {**batch, 'step': np.int32(n)}."
+                    f"{place_of(loss_fn)} takes step=, which gshard does not pass, so it "
+                    "always has its default. Pass it in the batch: {**batch, 'step': np.int32(n)}."
                 )
             boxed = all_params(params, non_trainable)
             unboxed = jax.tree.map(
@@ -269,6 +269,13 @@ def _keywords(loss_fn: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
         {p.name for p in named if p.default is p.empty},
         any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
+
+
+def _default_of(loss_fn: Callable[..., Any], name: str) -> Any:
+    """The default of an argument; not what the user has bound with `functools.partial`."""
+    if isinstance(loss_fn, partial) and name in loss_fn.keywords:
+        return name
+    return inspect.signature(loss_fn).parameters[name].default
 
 
 def _take_updates(out: Any, mutable: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:

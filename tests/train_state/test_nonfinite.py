@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from flax.training.train_state import TrainState
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -514,3 +514,18 @@ def test_groups_that_nothing_protects_from_nan_are_named():
     assert not warned(optax.partition({"x": guarded, "y": guarded}, labels))
     assert not warned(optax.partition({"x": guarded, "y": optax.set_to_zero()}, labels))
     assert not warned(optax.partition(dict.fromkeys("xy", optax.adam(0.1)), labels))
+
+
+def test_flax_serializes_a_sharded_state():
+    """Its counts and its loss scale are no named tuples, which Flax knows by itself."""
+    state, plan = gshard.shard_train_state(
+        ({"w": jnp.ones((16, 8))}, optax.adam(1e-2)), gshard.make_mesh(), "zero3", min_shard_size=0
+    )
+    step = gshard.make_train_step(
+        lambda p, b: jnp.square(b @ p["w"]).mean(), plan, scaler=gshard.GradScaler(), donate=False
+    )
+    trained, _ = step(state, np.ones((8, 16), np.float32))
+    found = serialization.from_bytes(state, serialization.to_bytes(trained))
+    assert jax.tree.structure(found) == jax.tree.structure(trained)
+    jax.tree.map(np.testing.assert_array_equal, found, trained)
+    assert serialization.to_state_dict(trained)["opt_state"]["scaler"]["good"] == 1

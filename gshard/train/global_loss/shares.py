@@ -343,10 +343,15 @@ def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: An
         return Reduced(evaluator.convert(value, PARTIAL), "sum")
     if weight is not None and jnp.issubdtype(value.aval.dtype, jnp.integer):
         several = "micro-batches" if call is None or batch is not None else "calls"
+        advice = (
+            "Return entries of examples from make_eval_step."
+            if value.placement.is_sharded
+            else 'Return gshard.Reduced(x, "sum") if it counts examples, such as '
+            'batch["x"].shape[0], and gshard.Reduced(x, "max") if it is the same for all.'
+        )
         warn(
             f"an auxiliary output of the loss, {value.aval.dtype}{list(value.aval.shape)}, is an "
-            f"integer but no sum over examples: of several {several} the last one's is returned. "
-            'Return gshard.Reduced(x, "sum") if it counts examples, such as batch["x"].shape[0], '
-            'and gshard.Reduced(x, "max") if it is the same for all.'
+            f"integer, but not a sum over examples: of several {several}, only the last one's "
+            f"value is returned. {advice}"
         )
     return Reduced(evaluator.convert(value, REPLICATED), SAME)

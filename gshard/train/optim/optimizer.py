@@ -286,8 +286,9 @@ def _raise_optimizer_error(error: Exception) -> None:
     said = str(error)
     if "batch dimension" in said:
         raise GShardError(
-            "the optimizer needs one gradient per example, and gshard has only their mean. Take "
-            f"what needs them (optax.contrib.differentially_private_aggregate) out of it. ({said})"
+            "the optimizer needs one gradient per example, and gshard has only their mean. "
+            "Remove what needs one, such as optax.contrib.differentially_private_aggregate. optax "
+            f"says: {said}"
         ) from error
     if "required keyword-only argument" in said or "must be provided" in said:
         raise GShardError(

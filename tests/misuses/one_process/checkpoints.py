@@ -197,7 +197,7 @@ def lower_number(path):
 ROWS = {
     "keep_every= is no multiple of every=": warned(
         lambda path: gshard.Checkpointer(path, every=4, keep_every=6, keep_last=1).close(),
-        *("keep_every=6 keeps multiples of 12 alone", "every=4"),
+        *("keep_every=6 keeps only multiples of 12", "every=4"),
     ),
     "save with step and state swapped": refused(
         lambda path: saver(path).save(kept()[0], 3), "step=", "whole number"

@@ -107,7 +107,7 @@ ROWS = {
     "local gradients of two kinds are added": refused(summed_of_two_kinds, "were added to"),
     "a number of examples, for several calls": warned(
         lambda _: grads_of(*kept()[:2], counting_shapes, sync=False, has_aux=True),
-        *("int32[]", "of several calls", 'gshard.Reduced(x, "sum")'),
+        *("int32[]", "of several calls, only the last", 'gshard.Reduced(x, "sum")'),
     ),
     "a number of examples, for several calls, as a sum": right(counting_over_calls),
     "local gradients and a number are added": refused(

@@ -310,7 +310,7 @@ ROWS = {
         *("a sum and a weight", "w.sum + x * w.weight"),
     ),
     "it takes step= with a default, as if gshard passed it": warned(
-        lambda _: one(lambda p, b, *, step=0: loss_fn(p, b) * (1 + step)), "step=", "the default"
+        lambda _: one(lambda p, b, *, step=0: loss_fn(p, b) * (1 + step)), "step=", "its default"
     ),
     "a Weighted is printed as a number": refused(
         lambda _: float(gshard.Weighted(jnp.ones(()), 2)), "no number", "w.sum / w.weight"
