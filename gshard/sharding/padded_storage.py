@@ -63,8 +63,10 @@ def refuse_padding(tree: Any) -> None:
 
 
 def _ends_in_zeros(x: jax.Array, layout: Layout) -> bool:
+    """Whether only zeros are where the padding would be, and not there alone, as in a new bias."""
     dim: Any = layout.dim
-    return not bool(jnp.any(lax.slice_in_dim(x, layout.shape[dim], None, axis=dim) != 0))
+    padding = lax.slice_in_dim(x, layout.shape[dim], None, axis=dim)
+    return not bool(jnp.any(padding != 0)) and bool(jnp.any(x != 0))
 
 
 def warn_of_padded_model(plan: Plan) -> None:

@@ -159,3 +159,21 @@ def test_a_small_model_hears_nothing():
     mesh = gshard.make_mesh()
     _, plan = gshard.shard_train_state((params, optax.adam(1e-3)), mesh, "os", min_shard_size=0)
     assert factor(plan) > 1.1
+
+
+def test_another_model_of_the_padded_shape_may_be_sharded_again(monkeypatch):
+    """Its last entries are not zero, or all are, as of a new bias."""
+    monkeypatch.setattr(padded_storage, "_stored", {})
+    mesh = gshard.make_mesh(devices=jax.devices()[:3])
+
+    def sharded(w, b):
+        params = {"w": jnp.ones((7, w)), "b": jnp.zeros(b)}
+        return gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=0)
+
+    sharded(29, 29)
+    state, _ = sharded(30, 30)
+    again, _ = gshard.shard_train_state(
+        ({"other": state.params}, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=0
+    )
+    assert again.params["other"]["b"].shape == (30,)
+    gshard.shard_train_state((state.params, optax.sgd(0.1)), mesh, "p_g_os", min_shard_size=0)
