@@ -17,9 +17,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 _HIDDEN = ("self", "cls")
-_LACKING = re.compile(
-    r"missing (?:a|\d+) required (?:\S+ )?arguments?: '(\w+)'"
-)  # as Python says it
+# As `inspect.Signature.bind` says it, and as Python says it of a call.
+_LACKING = re.compile(r"missing (?:a|\d+) required (?:\S+ )?arguments?: '(\w+)'")
 
 
 def named_arguments(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.serialization import from_state_dict, register_serialization_state, to_state_dict
+from flax import struct
 from jax import core, lax
 
 from gshard._util.arguments import named_fields
@@ -28,8 +28,7 @@ from gshard._util.events import StepNumber
 from gshard._util.validation import check_integer, flag, shown
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)  # optax.tree.get(opt_state, "scale") would find that of a NamedTuple
+@struct.dataclass  # of a named tuple, optax.tree.get(opt_state, "scale") would find the scale
 class ScalerState:
     """The state of a `GradScaler`, kept in the train state.
 
@@ -238,8 +237,7 @@ def _treats(x: Any) -> bool:
 LATE = 2  # number of steps that a run may be ahead of the last guard that was checked
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class Guard:
     """Counts of skipped steps in the train state, int32 scalars.
 
@@ -270,22 +268,6 @@ class Guard:
             lax.select(finite, first, jnp.asarray(step, jnp.int32)),
             lax.add(skipped, kept),
         )
-
-
-def _serialized_by_flax(cls: type[Any]) -> None:
-    """Makes `flax.serialization` take a dataclass as it takes a named tuple."""
-    names = [field.name for field in fields(cls)]
-
-    def from_state(x: Any, state: dict[str, Any]) -> Any:
-        return replace(x, **{n: from_state_dict(getattr(x, n), state[n], name=n) for n in names})
-
-    register_serialization_state(
-        cls, lambda x: {n: to_state_dict(getattr(x, n)) for n in names}, from_state
-    )
-
-
-_serialized_by_flax(ScalerState)
-_serialized_by_flax(Guard)
 
 
 class Watch:

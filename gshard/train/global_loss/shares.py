@@ -342,7 +342,7 @@ def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: An
     if value.placement == PARTIAL or (weight is not None and by == "sum"):
         return Reduced(evaluator.convert(value, PARTIAL), "sum")
     if weight is not None and jnp.issubdtype(value.aval.dtype, jnp.integer):
-        several = "micro-batches" if call is None or batch is not None else "calls"
+        several = "calls" if batch is None else "micro-batches"
         advice = (
             "Return entries of examples from make_eval_step."
             if value.placement.is_sharded
