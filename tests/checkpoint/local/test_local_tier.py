@@ -654,13 +654,14 @@ def test_killed_at_any_moment_it_goes_on_from_a_complete_step(tmp_path, kills):
     A machine that comes back empty goes on from the last step in the directory.
     """
     draw, losses = random.Random(2), Training("p_g_os", 2).train(*range(30))
-    reached, sources = 0, set[str]()
+    reached, gained, sources = 0, 0, set[str]()
     directory = gshard.Checkpointer(tmp_path / "run")
     for number in range(kills):
         most = 2  # steps that may be lost
         if number % 3 == 2:
             shutil.rmtree(tmp_path / "local")
             reached, most = directory.latest_step() or 0, 0
+        before = reached
         with subprocess.Popen(
             [sys.executable, "-c", SAVES, tmp_path / "run", tmp_path / "local"],
             env=clean_environment() | {"PYTHONWARNINGS": "ignore"},
@@ -685,7 +686,8 @@ def test_killed_at_any_moment_it_goes_on_from_a_complete_step(tmp_path, kills):
             if int(step) < len(losses) and loss.strip():
                 np.testing.assert_allclose(float(loss), losses[int(step)], 2e-6)
             reached = int(step)
-    assert reached > 0
+        gained += reached - before
+    assert gained > 2 * kills
     of_tiers = [tmp_path / tier for tier in ("local", "run")]
     assert sources >= {str(tier) for tier in of_tiers[: kills - 1]}
 
