@@ -3,9 +3,10 @@
 Collectives meet in the order of the calls: the nth call of a step on one process meets the nth call
 on another, whatever batches they give. So a process that skips a batch trains on, its examples one
 batch ahead of the others', until it lacks a call at the end. Each device adds a few numbers to the
-reduction of the loss: that of the batch, if a loader of gshard gave it, that of the program, and
-their squares. By the Cauchy-Schwarz inequality the numbers are equal exactly if the sum of their
-squares is the square of their sum, divided by how many there are.
+reduction of the loss: that of the batch, if a loader of gshard gave it, that of the program,
+checksums of the scalars of state and batch, and their squares. By the Cauchy-Schwarz inequality the
+numbers are equal exactly if the sum of their squares is the square of their sum, divided by how
+many there are.
 """
 
 from __future__ import annotations
@@ -80,25 +81,31 @@ class BatchNumbers:
             late_checks(self._plan).add(partial(_fault_of, call, self._plan.group.devices))
 
 
-def with_state(row: jax.Array, parts: Components, plan: Plan) -> jax.Array:
-    """Adds a checksum of the step number, random keys and scalars, such as a learning rate.
+def with_scalars(row: jax.Array, parts: Components, batch: Any, plan: Plan) -> jax.Array:
+    """Adds checksums of the scalars of the state and of those of the batch.
 
-    Each device computes it from its own copy, inside the program.
+    Those of the state are the step number, random keys and hyperparameters, such as a learning
+    rate. Each device computes the checksums from its own copies, inside the program.
     """
     own = () if plan.bytes_per_device["host"] else parts.opt_state
-    on_device = (parts.step, own, parts.non_trainable)
+    bits = _bits(plan.group.devices)
+    state = _checksum((parts.step, own, parts.non_trainable), bits)
+    given = _checksum(batch, bits)
+    columns = jnp.stack([state, state * state, given, given * given])
+    return jnp.concatenate([row, jnp.broadcast_to(columns, (len(row), 4))], axis=1)
+
+
+def _checksum(tree: Any, bits: int) -> jax.Array:
+    """A number of `bits` bits, in float32, of the scalars and the random keys of a tree."""
     number = jnp.uint32(0)
-    for x in jax.tree.leaves(on_device):
+    for x in jax.tree.leaves(tree):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jnp.sum(jax.random.key_data(x), dtype=jnp.uint32)
-        if not jnp.ndim(x) and jnp.issubdtype(x.dtype, np.number):
+        if not jnp.ndim(x) and (x.dtype == bool or jnp.issubdtype(x.dtype, np.number)):
             wide = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, np.floating) else jnp.int32)
             number = number * 31 + jax.lax.bitcast_convert_type(wide, jnp.uint32)
-    bits = _bits(plan.group.devices)
     number = (number * jnp.uint32(2654435769)) >> (32 - bits)  # its upper bits
-    number = number.astype(jnp.float32)
-    own = jnp.broadcast_to(jnp.stack([number, number * number]), (len(row), 2))
-    return jnp.concatenate([row, own], axis=1)
+    return number.astype(jnp.float32)
 
 
 def _bits(devices: int) -> int:
@@ -108,7 +115,8 @@ def _bits(devices: int) -> int:
 
 def _fault_of(call: _Call, devices: int) -> str:
     sums = np.nan_to_num(np.asarray(call.sums)).astype(int).tolist()
-    known, total, squares, program, program_squares, state, state_squares = sums
+    known, total, squares, program, program_squares, *scalars = sums
+    state, state_squares, given, given_squares = scalars
     if program_squares * devices != program * program or known > devices:
         return (
             f"in call {call.call} of this step another process ran a different program, or the "
@@ -121,6 +129,12 @@ def _fault_of(call: _Call, devices: int) -> str:
             "number differs, a random key, a scalar of the optimizer such as a learning rate, or a "
             "scalar field of your own. A process gave an older state, or set another value. Keep "
             "what the step returns, and set such values on all processes alike."
+        )
+    if given_squares * devices != given * given:
+        return (
+            f"in call {call.call} of this step the processes gave batches with different scalars. "
+            "Each is one value of the whole batch: compute it alike on all processes, or give "
+            "every example its own entry of an array."
         )
     if squares * known == total * total:
         return ""

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from gshard.sharding.plan import Plan
-from gshard.train.batch_numbers import with_state
+from gshard.train.batch_numbers import with_scalars
 from gshard.train.global_loss.transfers import Transfer
 from gshard.train.gradients import GradientStage
 from gshard.train.non_trainable import warn_of_lost_updates
@@ -80,7 +80,7 @@ class Stages:
             keys = {**parts.non_trainable, **fold_keys(own, parts.step)}
             now = dataclasses.replace(parts, non_trainable=keys)
         if row is not None:
-            row = with_state(row, parts, plan)
+            row = with_scalars(row, parts, batch, plan)
         scale = None if self.scaler is None else self.scaler.scale(before.scaler)
         stage = GradientStage(loss, plan, options, self._name)
         result = stage.reduced(now, batch, rng, scale, row, parts.step)

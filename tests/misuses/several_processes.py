@@ -401,6 +401,22 @@ def scaled(params: Any, batch: Any) -> Any:
     return loss_fn(params, batch) * batch["scale"]
 
 
+def scalars_from(first: int) -> Callable[[int], Any]:
+    """One process gives another scalar from a step on."""
+
+    def misuse(rank: int) -> Any:
+        from tests.misuses import small
+
+        state, plan = small.shard()
+        step = gshard.make_train_step(scaled, plan)
+        for i in range(6):
+            batch = gshard.shard_batch(own(rank, scale=1.0 + i + rank * (i >= first)), plan)
+            state, metrics = step(state, batch)
+        return float(metrics["loss"])
+
+    return misuse
+
+
 def evaluated(batch: Callable[[int], Any]) -> Callable[[int], Any]:
     def misuse(rank: int) -> Any:
         from tests.misuses import small
@@ -572,6 +588,9 @@ ROWS: dict[str, Row] = {
     ),
     "one process gives other scalars": refused(
         step_of(lambda r: own(r, scale=1.0 + r), scaled), "scale"
+    ),
+    "one process gives another scalar in a later step": refused(
+        scalars_from(3), "call 4", "batches with different scalars"
     ),
     "one process gives NaN": right(nan_of_one),
     "a key in the batch": refused(key_of_rank, "key", "jax.random.key_data"),

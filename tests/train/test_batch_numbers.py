@@ -15,7 +15,7 @@ import pytest
 import gshard
 from gshard.analysis.hlo.program import read_program
 from gshard.data.batch_number import _numbers, number_of, set_number
-from gshard.train.batch_numbers import _bits, _Call, _fault_of, with_state
+from gshard.train.batch_numbers import _bits, _Call, _fault_of, with_scalars
 from gshard.train.late_checks import late_checks
 from gshard.train_state import Components
 from tests.tiers import quick
@@ -75,7 +75,7 @@ def test_two_numbers_are_told_apart_and_named(devices, modulus, own, other):
         other = own + 7  # further apart they have other names
 
     def fault(numbers):
-        rows = [[1, x % modulus, (x % modulus) ** 2, 3, 9, 2, 4] for x in numbers]
+        rows = [[1, x % modulus, (x % modulus) ** 2, 3, 9, 2, 4, 5, 25] for x in numbers]
         sums = np.sum(rows, axis=0, dtype=np.float32)
         return _fault_of(_Call(1, own, 3, sums), devices)  # pyright: ignore
 
@@ -92,22 +92,32 @@ def test_sums_of_squares_are_exact_on_any_number_of_devices(devices):
 
 
 def test_a_batch_without_a_number_fits_any():
-    rows = [[1, 5, 25, 1, 1, 0, 0]] * 3 + [[0, 0, 0, 1, 1, 0, 0]] * 5
+    rows = [[1, 5, 25, 1, 1, *[0] * 4]] * 3 + [[0, 0, 0, 1, 1, *[0] * 4]] * 5
     assert not _fault_of(_Call(1, None, 1, np.sum(rows, axis=0, dtype=np.float32)), 8)  # pyright: ignore
 
 
-def test_states_with_other_scalars_are_told_apart():
-    def numbers(count, rate):
+def test_other_scalars_of_state_and_batch_are_told_apart():
+    def numbers(count, rate, batch):
         parts = Components({}, {"count": jnp.int32(count), "rate": jnp.float32(rate)}, count, {})
-        return np.asarray(with_state(jnp.zeros((8, 5)), parts, plan))[0, 5:]
+        return np.asarray(with_scalars(jnp.zeros((8, 5)), parts, batch, plan))[0, 5:].tolist()
+
+    def fault(last):
+        rows = [[0, 0, 0, 1, 1, *first]] * 7 + [[0, 0, 0, 1, 1, *last]]
+        return _fault_of(_Call(4, None, 1, np.sum(rows, axis=0, dtype=np.float32)), 8)  # pyright: ignore
 
     _, plan, _ = made("os", False)
-    found = [tuple(numbers(jnp.int32(i), rate)) for i in range(4) for rate in (0.1, 0.2, 1e-3)]
+    found = [numbers(jnp.int32(i), rate, BATCH) for i in range(4) for rate in (0.1, 0.2, 1e-3)]
     assert all(a != b for a, b in itertools.pairwise(found))
-    assert all(n**2 == square < 64**2 for n, square in found)
-    rows = [[0, 0, 0, 1, 1, *found[0]]] * 7 + [[0, 0, 0, 1, 1, *found[1]]]
-    said = _fault_of(_Call(4, None, 1, np.sum(rows, axis=0, dtype=np.float32)), 8)  # pyright: ignore
-    assert said.startswith("in call 4 of this step the processes gave different states")
+    assert all(n**2 == square < 64**2 for n, square, *_ in found)
+    first, other = found[:2]
+    assert fault(other).startswith("in call 4 of this step the processes gave different states")
+    assert not fault(numbers(jnp.int32(0), 0.1, {"x": BATCH["x"] + 1}))
+
+    scalars = [1.0, 2.0, np.int32(3), True, False, jnp.bfloat16(0.5), jax.random.key(1)]
+    found = [numbers(jnp.int32(0), 0.1, {**BATCH, "scale": jnp.asarray(x)}) for x in scalars]
+    assert all(x[:2] == first[:2] for x in found)
+    assert all(a[2:] != b[2:] for a, b in itertools.pairwise(found))
+    assert fault(found[0]).startswith("in call 4 of this step the processes gave batches with diff")
 
 
 def test_numbers_are_those_of_the_loader_and_of_no_other_array():
