@@ -7,7 +7,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import takewhile
 from types import CodeType
 from typing import Any
 
@@ -33,9 +33,9 @@ def read_from_outside(function: Any) -> tuple[Getters, Getters]:
     """
     function, owner, bound = _opened(function)
     others: Getters = {name: partial(_same, x) for name, x in bound.items()}
-    attributes = getattr(owner, "__dict__", {})  # `getattr` would run properties
-    if attributes:
-        others |= {f"self.{x}": partial(attributes.get, x) for x in _attributes_read(function)}
+    if getattr(owner, "__dict__", None):
+        own = partial(_same, owner)
+        others |= {f"self.{x}": partial(_attribute, own, x) for x in _attributes_read(function)}
     closure: Getters = {"the object of the method": partial(_same, owner)}
     code = getattr(function, "__code__", None)
     if code is None:  # not a Python function
@@ -91,14 +91,19 @@ def _attributes_read(method: Any) -> list[str]:
 
 
 def _uses(code: CodeType, loads: tuple[str, ...]) -> dict[str, list[str]]:
-    """By variable the attributes of it that code reads; an empty name for the variable itself."""
+    """By variable the attributes of it that code reads, such as `config.scale` of a trainer.
+
+    An empty name stands for the variable itself.
+    """
     found: defaultdict[str, list[str]] = defaultdict(list)
-    for before, now in pairwise(dis.get_instructions(code)):
-        if before.opname.startswith(loads):
-            names = before.argval if isinstance(before.argval, tuple) else (before.argval,)
+    read = [*dis.get_instructions(code)]
+    for i, now in enumerate(read):
+        if now.opname.startswith(loads):
+            names = now.argval if isinstance(now.argval, tuple) else (now.argval,)
+            chain = takewhile(lambda x: x.opname in _LOAD_ATTRIBUTE, read[i + 1 :])
             for name in names:
-                last = name == names[-1] and now.opname in _LOAD_ATTRIBUTE
-                found[name].append(now.argval if last else "")
+                last = name == names[-1]
+                found[name].append(".".join(x.argval for x in chain) if last else "")
     return found
 
 
@@ -119,8 +124,16 @@ def _parts(function: Any, getters: Getters) -> Getters:
     return found
 
 
-def _attribute(get: Callable[[], Any], name: str) -> Any:
-    return getattr(get(), "__dict__", {}).get(name)  # `getattr` would run properties
+def _attribute(get: Callable[[], Any], names: str) -> Any:
+    """The attribute of an attribute, up to a method or what is computed."""
+    x, found = get(), None
+    for name in names.split("."):  # `getattr` would run properties
+        places = (getattr(x, "__dict__", {}), *map(vars, type(x).__mro__))
+        place = next((place for place in places if name in place), None)
+        if place is None or hasattr(place[name], "__get__"):
+            break
+        x = found = place[name]
+    return found
 
 
 class OutsideValues:

@@ -17,10 +17,18 @@ from gshard._util.validation import shown
 _ARRAY_LIKE = (*get_args(jax.typing.ArrayLike), np.generic, jax.ShapeDtypeStruct)
 
 
+_VALUE = jax.tree_util.GetAttrKey("value")
+
+
 def path_of(keys: tuple[Any, ...]) -> str:
-    """A key path as `a/b/c`, without the `value` of a Linen box or an NNX Variable."""
-    if keys and keys[-1] == jax.tree_util.GetAttrKey("value"):
+    """A key path as `a/b/c`, without the `value` of a Linen box or an NNX Variable.
+
+    The value may be a node of its own, such as an array in 8 bits: then an attribute follows.
+    """
+    if keys and keys[-1] == _VALUE:
         keys = keys[:-1]
+    elif keys[-2:-1] == (_VALUE,) and isinstance(keys[-1], jax.tree_util.GetAttrKey):
+        keys = (*keys[:-2], keys[-1])
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 

@@ -99,7 +99,8 @@ def _advice(
     if fresh:  # a checkpoint of another program
         return "It is of another model or optimizer."
     (theirs, mine), differ = map(_trained_and_frozen, (stored, own)), _weights(wrong)
-    if not (mine[0] | mine[1]) - differ:
+    parameters = theirs[0] | theirs[1] | mine[0] | mine[1]
+    if not parameters & _weights(stored) & _weights(own) - differ:
         return "It is of another model: no parameter fits. Choose another checkpoint or directory."
     chosen = differ | _weights(kept)  # without those that the user has left out
     only = pattern_without(chosen, _weights([*stored, *own])) if chosen else "."

@@ -158,8 +158,8 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
     except Exception as error:
         raise GShardError(f"import_orbax: {folder} {unreadable(error)}") from error
     paths, described, structure = flatten(tree)
-    names = [_own_name(name) for name in paths]
     layouts = layouts_of(plan)
+    names = [_own_name(name, layouts) for name in paths]
     stored: dict[str, ArrayInfo] = {}
     integers: dict[str, Any] = {}  # their dtypes on disk
     for name, x in zip(names, described, strict=True):
@@ -208,12 +208,15 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
     return with_components(components, state, plan)
 
 
-def _own_name(path: str) -> str:
-    """Gshard's path of an array of a `TrainState`."""
+def _own_name(path: str, known: Collection[str]) -> str:
+    """Gshard's path of an array of a `TrainState`, without the `value` of a Linen box."""
     field, _, rest = path.partition("/")
     if field == "opt_state":
-        return f"opt_state/inner/{rest}"
-    return path if field in ("params", "step") else f"non_trainable/{path}"
+        path = f"opt_state/inner/{rest}"
+    elif field not in ("params", "step"):
+        path = f"non_trainable/{path}"
+    unboxed = path.removesuffix("/value")
+    return unboxed if unboxed in known else path
 
 
 def _tree_in(path: Any) -> Path:

@@ -210,7 +210,8 @@ def check_examples(batch: Any, devices: int, micro_batches: int, what: str = "de
     if not counts:
         raise GShardError(
             "the batch has no array with examples: pass a tree with at least one (Python lists are "
-            "trees too: make them arrays)."
+            "trees too: make them arrays). For a loss that draws its own samples, give each a "
+            "number: np.arange(1024)."
         )
     first, count = next(iter(counts.items()))
     # Only a list of numbers has leaves without a dimension.
@@ -231,8 +232,9 @@ def check_examples(batch: Any, devices: int, micro_batches: int, what: str = "de
                 f"{count}. All arrays of a batch must have the same number of examples, along "
                 "their leading dimension: transpose an array that has them elsewhere, np.stack a "
                 "list of rows, and give rows that belong together, such as two answers to compare, "
-                "one entry: (pairs, 2, ...). An array without one entry per example, such as class "
-                "weights, does not belong in a batch: make it a field of the train state (with "
+                "one entry: (pairs, 2, ...). Pad graphs to one size, stack them, and jax.vmap the "
+                "loss over them. An array without one entry per example, such as class weights, "
+                "does not belong in a batch: make it a field of the train state (with "
                 "NNX, a Variable of the model), or let the loss close over it. A random key goes "
                 "into a batch as a typed scalar, jax.random.key(seed)."
             )

@@ -328,7 +328,7 @@ class Plan:
             full_on_host(parts.non_trainable, layouts.non_trainable),
             parts.static,
         )
-        return self.kind.merge(full, state, self.kind.plain_tx(self.tx))
+        return self.kind.plain(self.kind.merge(full, state, self.kind.plain_tx(self.tx)))
 
     def __repr__(self) -> str:
         return f"Plan(level={self.level.name!r}, group={self.group}, {self.bytes_per_device})"

@@ -129,6 +129,11 @@ class Kind(Protocol):
         del params
         return updates
 
+    def full_params(self, trained: Any, params: Any) -> Any:
+        """Returns these trained parameters, with those of `params` that are not trained."""
+        del params
+        return trained
+
     def params_of(self, parts: Components, template: Any) -> Any:
         """Returns all parameters as the user's own tree."""
         ...
@@ -136,6 +141,10 @@ class Kind(Protocol):
     def tx(self, state: Any) -> optax.GradientTransformation:
         """Returns the optimizer of a state."""
         ...
+
+    def plain(self, state: Any) -> Any:
+        """Returns a state as one of the user's own classes."""
+        return state
 
     def plain_tx(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
         """Returns the optimizer of the trained parameters as that of a plain state."""

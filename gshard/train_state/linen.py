@@ -90,6 +90,9 @@ class Linen(Kind):
     def full_update(self, updates: Any, params: Any) -> Any:
         return put_back(updates, no_change(take_out(params, self.frozen)[1]))
 
+    def full_params(self, trained: Any, params: Any) -> Any:
+        return put_back(trained, take_out(params, self.frozen)[1])
+
     def plain_tx(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
         return without_frozen(tx, self.frozen)
 

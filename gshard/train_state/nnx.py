@@ -129,6 +129,9 @@ class Nnx(Kind):
         optimizer.opt_state = nnx.data(jax.tree.map(nnx.OptState, parts.opt_state))
         return model, optimizer
 
+    def plain(self, state: Any) -> Any:
+        return tuple(x._gshard_plain() if hasattr(x, "_gshard_plain") else x for x in state)
+
     def update(self, state: Any, parts: Components) -> None:
         model, optimizer = state
         nnx.update(model, parts.params)
@@ -182,7 +185,11 @@ class Nnx(Kind):
                 f"mutable={mutable!r} is for Linen: an NNX model keeps its own state. Leave it out."
             )
 
-        advice = "It is called with (model, batch): make several arrays one batch, such as a tuple."
+        advice = (
+            "It is called with (model, batch): make several arrays one batch, such as a tuple. For "
+            "random numbers use the model's own nnx.Rngs, or a key in the batch, {**batch, 'key': "
+            "jax.random.key(0)}."
+        )
         check_takes(loss_fn, advice, None, None)
 
         def pure(params: Any, non_trainable: dict[str, Any], batch: Any, rng: Any) -> Any:

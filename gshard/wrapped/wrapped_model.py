@@ -78,6 +78,12 @@ class Keeping:
         made.__setstate__(self.__getstate__())
         return made
 
+    def _gshard_plain(self) -> Any:
+        """Returns the same object as an instance of the user's own class."""
+        made = object.__new__(type(self).__bases__[1])
+        vars(made).update(vars(self))
+        return made
+
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise GShardError(
             f"a {type(self).__name__} cannot be pickled: it belongs to the devices of this "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,40 @@ def test_attributes_are_compared_where_nothing_else_is_read():
     outside.look(1.0)
     state.scale = 2.0
     with pytest.warns(gshard.GShardWarning, match="the loss reads state.scale from outside"):
+        outside.look(1.0)
+
+
+def test_attributes_of_attributes_are_compared():
+    class Trainer:
+        shared = 1.0
+
+        def __init__(self):
+            self.config, self.teacher = (
+                SimpleNamespace(scale=1.0, none=None),
+                nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
+            )
+
+        def mean(self, x):
+            return x
+
+        def loss(self, x):
+            found = self.mean(x), self.config.scale.real, self.shared, self.config.none
+            return found, self.teacher.bias.sum(), run.config.steps
+
+    trainer, run = Trainer(), SimpleNamespace(config=SimpleNamespace(steps=1))
+    outside = OutsideValues(trainer.loss, "the loss")
+    outside.look(1.0)
+    trainer.other, trainer.config.other = jnp.ones(2), 1.0
+    outside.look(1.0)
+    for change, name in (
+        (lambda: vars(trainer.config).update(scale=2.0), r"self.config.scale.real"),
+        (lambda: vars(trainer).update(shared=2.0), r"self.shared"),
+        (lambda: vars(run.config).update(steps=2), r"run.config.steps"),
+        (lambda: vars(trainer).update(teacher=nnx.Linear(2, 2, rngs=nnx.Rngs(1))), r"self.teacher"),
+    ):
+        change()
+        with pytest.warns(gshard.GShardWarning, match=f"the loss reads {name}.* from outside"):
+            outside.look(1.0)
         outside.look(1.0)
 
 

@@ -7,6 +7,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
 
 import gshard
 from tests.checkpoint.test_checkpoints import (
@@ -92,6 +94,22 @@ def test_master_copies_and_further_fields(tmp_path):
     expected = values(state) | steps(state)
     found = values(plan.unwrap(new))
     assert_equal_bits(found, expected)
+
+
+@pytest.mark.parametrize("boxed", [True, False])
+def test_boxes_of_flax(tmp_path, boxed):
+    model = nn.Dense(6, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, None)))
+
+    def made(seed):
+        params = model.init(jax.random.key(seed), jax.numpy.ones((1, 4)))["params"]
+        params = jax.tree.map(lambda x: x + seed, params)
+        return TrainState.create(apply_fn=None, params=params, tx=tx())
+
+    ocp.PyTreeCheckpointer().save(tmp_path / "x", made(3))
+    like, plan = shard(made(0) if boxed else nn.unbox(made(0)), "p_g_os", 4)
+    new = plan.unwrap(gshard.import_orbax(tmp_path / "x", like))
+    for x, y in zip(jax.tree.leaves(new.params), jax.tree.leaves(made(3).params), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_what_is_not_one(trained, written, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 
 import gshard
 from gshard.checkpoint import matching
@@ -98,6 +100,31 @@ def test_moments_are_restored_in_the_form_that_the_plan_has(source, name, tmp_pa
         *map(jax.tree.leaves, (plan.unwrap(state), its_plan.unwrap(restored))), strict=True
     ):
         assert x.dtype == y.dtype
+
+
+def test_of_parameters_in_boxes_of_flax(tmp_path):
+    def make(precision, boxed, devices):
+        found = {
+            k: nn.Partitioned(x, (None,) * x.ndim) if boxed else x for k, x in params().items()
+        }
+        mesh = gshard.make_mesh(devices=jax.devices()[:devices])
+        tx, options = optax.adam(1e-2), {"precision": PRECISIONS[precision], "min_shard_size": 100}
+        return gshard.shard_train_state((found, tx), mesh, "p_g_os", **options)
+
+    state, plan = make("int8", True, 8)
+    grads = jax.tree.map(jnp.cos, state.params)
+    state = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        for target in itertools.product(PRECISIONS, (True, False), (8, 3)):
+            other, its_plan = make(*target)
+            restored = checkpointer.restore(like=other).state
+            wanted, found = (
+                nn.unbox(p.unwrap(s)) for p, s in ((plan, state), (its_plan, restored))
+            )
+            wanted, found = jax.tree.leaves(wanted.opt_state), jax.tree.leaves(found.opt_state)
+            for x, y in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(x, y, atol=0.016 * np.abs(y).max(), err_msg=str(target))
 
 
 def test_what_is_written_falls_with_the_state(tmp_path):

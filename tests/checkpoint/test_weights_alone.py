@@ -427,3 +427,19 @@ def test_the_advice_leaves_out_what_only_leaves_out(tmp_path):
         with pytest.raises(gshard.GShardError, match=re.escape(f"only={advised!r}")):
             checkpointer.restore(like=like, only="^(body/|added/|body.2/)")
         assert checkpointer.restore(like=like, only=advised).step == 0
+
+
+def test_the_advice_about_weights_of_nnx_that_are_not_trained(tmp_path):
+    def sharded(model, wrt):
+        return shard((model, nnx.Optimizer(model, optax.adam(0.1), wrt=wrt)))[0]
+
+    rngs = nnx.Rngs(0)
+    base, adapted = nnx.Linear(8, 8, rngs=rngs), nnx.LoRALinear(8, 8, lora_rank=2, rngs=rngs)
+    with gshard.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(0, sharded(base, nnx.Param))
+        like = sharded(adapted, nnx.LoRAParam)
+        with pytest.raises(gshard.GShardError, match="It is of another model. To") as caught:
+            checkpointer.restore(like=like)
+        only = re.search("only='(.*?)'", str(caught.value))[1]
+        model, _ = checkpointer.restore(like=like, only=only).state
+        np.testing.assert_array_equal(model.kernel[...], base.kernel[...])

@@ -174,3 +174,29 @@ def test_a_scaler_skips_whatever_the_optimizer_does():
     step = gshard.make_train_step(loss, plan, scaler=gshard.GradScaler(init_loss_scaling=8.0))
     state, metrics = step(state, rows(1))
     assert int(metrics["skipped_steps"]) == 1 and float(state.opt_state.scaler.scale) == 4
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("weights", ["of both signs", "of no example"])
+def test_weights_that_add_up_to_zero(weights, micro_batches):
+    """The loss is infinite, unless there is nothing to divide."""
+    batch = {"x": np.ones((12, 7), np.float32), "y": np.arange(60, dtype=np.float32).reshape(12, 5)}
+    sign = np.where(np.arange(12) % 2, 1, -1) * (weights == "of both signs")
+
+    def weighted(p, b):
+        errors = ((jnp.tanh(b["x"] @ p["a"]) @ p["b"] - b["y"]) ** 2).mean(1)
+        return (errors * b["w"]).sum() / b["w"].sum()
+
+    batch["w"] = sign.astype(np.float32)
+    mesh = gshard.make_mesh(devices=jax.devices()[:DEVICES])
+    state, plan = gshard.shard_train_state((params(), adam()), mesh, "os_g", min_shard_size=0)
+    value_and_grad = gshard.value_and_grad(weighted, plan, micro_batches=micro_batches)
+    value, grads = jax.jit(value_and_grad)(state.params, gshard.shard_batch(batch, plan))
+    new, metrics = gshard.make_train_step(weighted, plan, micro_batches=micro_batches)(state, batch)
+    assert (metrics["skipped_steps"], new.step) == (1, 0)
+    if weights == "of no example":
+        assert value == metrics["loss"] == 0
+        assert all(np.all(x == 0) for x in jax.tree.leaves(grads))
+    else:
+        assert float(value) == float(metrics["loss"]) == float(jax.jit(weighted)(params(), batch))
+        assert np.isinf(value) and not np.isfinite(optax.tree.norm(grads))

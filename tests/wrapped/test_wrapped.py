@@ -273,3 +273,20 @@ def test_a_scalar_that_differs_between_the_inputs_of_join_is_refused():
         pytest.raises(gshard.GShardError, match=r"a scalar .* differs .*: 0.0, 1.0, 2.0"),
     ):
         list(itertools.chain(join(*own)))
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_unwrap_gives_the_users_own_classes(level):
+    """They have no padding, and a call leaves them as they are."""
+    made = Net()
+    expected = made(rows())
+    model, optimizer, _ = wrap(Net(), optax.adam(0.1), level)
+    plain, plain_optimizer = model.plan.unwrap((model, optimizer))
+    assert type(plain) is Net and type(plain_optimizer) is nnx.Optimizer
+    assert type(model) is not Net and not hasattr(plain, "plan")
+    np.testing.assert_allclose(plain(rows()), expected, rtol=1e-5, atol=1e-6)
+    grads = nnx.grad(loss_fn)(plain, rows())
+    plain_optimizer.update(plain, grads)
+    assert plain.first.kernel.shape == (7, 4)
+    again, _, _ = wrap(plain, optax.adam(0.1), level)
+    assert type(again) is not Net

@@ -78,7 +78,6 @@ def reduce(
     axes = plan.group.axes
     reduced, targets = jax.tree.leaves(plan.grads), accumulation_layouts(plan, accumulate)
     weight = None if weight is None else reduce_scalar(weight, axes)
-    divisor = None if weight is None else jnp.where(weight == 0, 1, weight)
     if accumulate != "sync":  # with "sync" each micro-batch was reduced already
         grads = _sum_over_devices(grads, targets, plan, options, order, seed)
     if numbers is not None:
@@ -86,6 +85,7 @@ def reduce(
         value, numbers = total[-1], total[:-1].astype(numbers.dtype)
     else:
         value = reduce_scalar(value, axes)
+    divisor = None if weight is None else nonzero_weight(weight, value)
     factors = [x for x in (divisor, scale) if x is not None]
     factor = math.prod(factors[1:], start=factors[0]) if factors else None
     wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
@@ -100,6 +100,14 @@ def reduce(
         numbers,
         finite,
     )
+
+
+def nonzero_weight(weight: jax.Array, value: jax.Array) -> jax.Array:
+    """What to divide a loss by: 1 for an empty batch, a sum of 0 of weight 0.
+
+    A sum of another value of weight 0 is infinite, and its gradient not finite, as on one device.
+    """
+    return jnp.where((weight == 0) & (value == 0), 1, weight)
 
 
 def _quotient(g: jax.Array, by: jax.Array | None) -> jax.Array:

@@ -18,7 +18,14 @@ _EXAMPLES = (
 )
 _ROWS = "To select from each example, use x[jnp.arange(n), y] or jnp.take_along_axis. "
 _SAME = "If it is the same for all examples, close over it. "
-_HINTS = {"gather": _ROWS, "scatter": _ROWS, "slice": _SAME, "dynamic_slice": _SAME}
+_GROUPS = (
+    "Groups of neighbouring examples, such as pairs, work if a device has a multiple of their size "
+    "in each micro-batch: give a larger batch. "
+)
+_HINTS = {
+    **{"gather": _ROWS, "scatter": _ROWS, "slice": _SAME, "dynamic_slice": _SAME},
+    "reshape": _GROUPS,
+}
 _EXPERTS = (
     "Make the experts a dimension of both operands of a product, as gshard.expert.dispatch does, "
     "or raise gather_limit=."

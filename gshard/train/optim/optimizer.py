@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -58,6 +58,7 @@ def shard_optimizer(plan: Plan) -> ShardedTransformation:
         if params is None:
             raise GShardError("update(grads, opt_state) needs the parameters too: pass params.")
         grads, trained = plan.kind.trained(updates), plan.kind.trained(params)
+        extra = {name: _as_optimizers_see(x, updates, params, plan) for name, x in extra.items()}
         # With a master copy the new value must be all-gathered: the sum of both would be rounded.
         stored = jax.tree.leaves(plan.params)
         copied = [layout.path in plan.master for layout in stored]
@@ -191,9 +192,7 @@ def _update_shards(
     """
     reduced = jax.tree.leaves(plan.grads)
     same_leaves(grads, (layout.path for layout in reduced), "the gradients are")
-    logical = map_leaves(
-        lambda g, layout: layout.unpad(layout.as_stored(g, "the gradients")), grads, reduced
-    )
+    logical = _logical(grads, plan)
     own, structure = local_shards(params, state.master, plan)
     if plan.precision is not None:  # the optimizer computes in the dtype of what it updates
         logical = map_leaves(lambda g, x: cast(g, x.dtype), logical, own)
@@ -218,6 +217,38 @@ def _update_shards(
         changes = cut_padding(plan.pin(changes, plan.grads), plan.grads)
         inner = plan.encode(plan.pin(inner, of_state), state.inner)
     return changes, state._replace(inner=inner), own
+
+
+def _as_optimizers_see(x: Any, updates: Any, params: Any, plan: Plan) -> Any:
+    """Converts what a user gives an optimizer beside the updates, such as `grad=` and `value_fn=`.
+
+    To an optimizer parameters have logical shapes, and master copies and frozen ones are as in
+    `_update_shards`. A function of parameters is given them as the user's state has them.
+    """
+
+    def called(own: Any, *args: Any, **by_name: Any) -> Any:
+        if jax.tree.structure(own) != jax.tree.structure(plan.kind.trained(params)):
+            return x(own, *args, **by_name)
+        own = map_leaves(lambda p, layout: cast(p, layout.dtype), own, plan.params)
+        return x(plan.kind.full_params(plan.pin(own, plan.params), params), *args, **by_name)
+
+    if callable(x):
+        return wraps(x)(called)  # optax reads the names of its arguments
+    like = [jax.tree.structure(tree) for tree in (x, updates)]
+    if like[0] == like[1] and [*map(jnp.shape, jax.tree.leaves(x))] == [
+        *map(jnp.shape, jax.tree.leaves(updates))
+    ]:
+        return _logical(plan.kind.trained(x), plan)
+    return x
+
+
+def _logical(grads: Any, plan: Plan) -> Any:
+    """Gradients, or what has their layouts, in logical shapes."""
+
+    def logical(x: Any, layout: Layout) -> Any:
+        return layout.unpad(layout.as_stored(x, "the gradients"))
+
+    return map_leaves(logical, grads, plan.grads)
 
 
 def user_update(plan: Plan, extra: dict[str, Any]) -> Callable[[Any, Any, Any], tuple[Any, Any]]:

@@ -148,7 +148,7 @@ ROWS = {
     "examples in the second dimension": refused(
         lambda _: train({"x": X.T[:3], "y": Y}), "'x'", "'y'", "leading dimension"
     ),
-    "an empty dict": refused(lambda _: train({}), "no array"),
+    "an empty dict": refused(lambda _: train({}), "no array", "draws its own samples"),
     "None": refused(lambda _: train(None), "no array"),
     "an empty list": refused(lambda _: train([]), "no array"),
     "a scalar": refused(lambda _: train(3.0), "no array"),

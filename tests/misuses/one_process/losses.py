@@ -363,6 +363,9 @@ ROWS = {
         ),
         *("rng=", "nnx.Rngs"),
     ),
+    "an NNX loss that takes rng": refused(
+        lambda _: nnx_step(lambda m, b, *, rng: model_loss(m, b)), "'rng'", "nnx.Rngs", "'key'"
+    ),
     "a Linen loss for an NNX model": raw(lambda _: nnx_step(loss_fn), TypeError, "Linear"),
     "an NNX loss for a Linen state": raw(lambda _: one(model_loss), TypeError, "not callable"),
     "a loss whose error is its own": raw(
