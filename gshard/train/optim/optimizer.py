@@ -222,24 +222,30 @@ def _update_shards(
 def _as_optimizers_see(x: Any, updates: Any, params: Any, plan: Plan) -> Any:
     """Converts what a user gives an optimizer beside the updates, such as `grad=` and `value_fn=`.
 
-    To an optimizer parameters have logical shapes, and master copies and frozen ones are as in
-    `_update_shards`. A function of parameters is given them as the user's state has them.
+    An optimizer sees logical shapes, master copies, and no frozen parameters. A function of
+    parameters gets them as the user's state has them, with the frozen ones.
     """
+    trained = jax.tree.structure(plan.kind.trained(params))
 
-    def called(own: Any, *args: Any, **by_name: Any) -> Any:
-        if jax.tree.structure(own) != jax.tree.structure(plan.kind.trained(params)):
-            return x(own, *args, **by_name)
+    def given(own: Any) -> Any:
+        if jax.tree.structure(own) != trained:
+            return own
         own = map_leaves(lambda p, layout: cast(p, layout.dtype), own, plan.params)
-        return x(plan.kind.full_params(plan.pin(own, plan.params), params), *args, **by_name)
+        return plan.kind.full_params(plan.pin(own, plan.params), params)
+
+    def called(*args: Any, **by_name: Any) -> Any:
+        return x(*map(given, args[:1]), *args[1:], **by_name)
 
     if callable(x):
         return wraps(x)(called)  # optax reads the names of its arguments
-    like = [jax.tree.structure(tree) for tree in (x, updates)]
-    if like[0] == like[1] and [*map(jnp.shape, jax.tree.leaves(x))] == [
-        *map(jnp.shape, jax.tree.leaves(updates))
-    ]:
+    if _shapes(x) == _shapes(updates):
         return _logical(plan.kind.trained(x), plan)
     return x
+
+
+def _shapes(tree: Any) -> tuple[Any, list[Any]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [*map(jnp.shape, leaves)]
 
 
 def _logical(grads: Any, plan: Plan) -> Any:
