@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import signal
+import sys
 
 import psutil
 import pytest
@@ -91,6 +92,8 @@ def pytest_runtest_teardown(item, nextitem):
     last = nextitem is None or nextitem.path != item.path
     (left,) = left_bytes
     most = left + GROWTH_BYTES if last else max(LARGE_BYTES, left + GROWTH_BYTES)
+    if last and (known := sys.modules.get("gshard.sharding.padded_storage")):
+        known._stored.clear()  # an array of a later file may look like one that this file padded
     if resident_bytes() > most:
         free_programs()
         left_bytes[:] = [resident_bytes()]
