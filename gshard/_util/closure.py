@@ -21,6 +21,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None))  # no arrays are in them
 _LARGE = 4096  # entries of a container that nobody searches at each step
 _LOAD_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _LOAD_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
+_OF_ARRAYS = ("shape", "dtype", "ndim", "size")
 _STORE = ("STORE_GLOBAL", "STORE_DEREF")  # such as a counter of its calls
 
 Getters = dict[str, Callable[[], Any]]
@@ -125,12 +126,18 @@ def _parts(function: Any, getters: Getters) -> Getters:
 
 
 def _attribute(get: Callable[[], Any], names: str) -> Any:
-    """The attribute of an attribute, up to a method or what is computed."""
+    """Follows a chain of attributes; returns the value before the first method or property.
+
+    It returns None for the shape or the dtype of an array: another array may have the same.
+    """
     x, found = get(), None
     for name in names.split("."):  # `getattr` would run properties
-        places = (getattr(x, "__dict__", {}), *map(vars, type(x).__mro__))
-        place = next((place for place in places if name in place), None)
-        if place is None or hasattr(place[name], "__get__"):
+        if name in _OF_ARRAYS and hasattr(type(x), name):
+            return None
+        own = getattr(x, "__dict__", {})
+        bases = x.__mro__[1:] if isinstance(x, type) else type(x).__mro__
+        place = next((place for place in (own, *map(vars, bases)) if name in place), None)
+        if place is None or (place is not own and hasattr(type(place[name]), "__get__")):
             break
         x = found = place[name]
     return found

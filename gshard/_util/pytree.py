@@ -18,16 +18,17 @@ _ARRAY_LIKE = (*get_args(jax.typing.ArrayLike), np.generic, jax.ShapeDtypeStruct
 
 
 _VALUE = jax.tree_util.GetAttrKey("value")
+_OF_8_BITS = tuple(jax.tree_util.GetAttrKey(name) for name in ("codes", "scales"))
 
 
 def path_of(keys: tuple[Any, ...]) -> str:
     """A key path as `a/b/c`, without the `value` of a Linen box or an NNX Variable.
 
-    The value may be a node of its own, such as an array in 8 bits: then an attribute follows.
+    The value may be an array in 8 bits, with its codes and scales.
     """
     if keys and keys[-1] == _VALUE:
         keys = keys[:-1]
-    elif keys[-2:-1] == (_VALUE,) and isinstance(keys[-1], jax.tree_util.GetAttrKey):
+    elif keys[-2:-1] == (_VALUE,) and keys[-1] in _OF_8_BITS:
         keys = (*keys[:-2], keys[-1])
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 

@@ -245,7 +245,7 @@ def _file_system(scheme: str) -> Any:
         else:
             users = conf.get(scheme, {}).get("config_kwargs") or {}
             own = _limits_of_uploads()
-            connector = own["connector_args"] | users.get("connector_args", {})
+            connector = own["connector_args"] | (users.get("connector_args") or {})
             given["config_kwargs"] = own | users | {"connector_args": connector}
         return fsspec.filesystem(scheme, **given)
     except ImportError as error:

@@ -128,7 +128,7 @@ class Checkpointer:
         if every and keep_every and keep_every % every and every % keep_every:
             warn(
                 f"keep_every={keep_every} keeps only multiples of {math.lcm(every, keep_every)}: "
-                f"every={every} does not save the others. Make it a multiple of every=."
+                f"every={every} does not save the others. Make keep_every= a multiple of every=."
             )
         self._writer = StepWriter(self._store, self._retention)
         self._local = None if local is None else LocalTier(local, self._store, str(self._rhythm))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import signal
 import sys
@@ -30,6 +29,7 @@ from gshard.analysis.forecast import forecast_config
 from gshard.analysis.forecast_report import Forecast
 from gshard.analysis.setup import TrainSetup, load_setup
 from gshard.cli.output import NO_ANSWER, YES, print_text, tell
+from gshard.cli.signals import send_again
 from gshard.sharding.mesh import make_mesh, virtual_devices
 
 Asked = TypeVar("Asked", Config, Config | None, None)
@@ -123,11 +123,6 @@ def _stopped_by_signals() -> Iterator[None]:
                 before(problem)
         finally:
             hooks -= here
-
-    def send_again(number: int) -> None:
-        again = threading.Timer(0.02, os.kill, (os.getpid(), number))
-        again.daemon = True
-        again.start()
 
     main = threading.current_thread() is threading.main_thread()
     both = (signal.SIGTERM, signal.SIGHUP)

@@ -11,6 +11,7 @@ from typing import NoReturn
 from gshard._util.errors import did_you_mean
 from gshard._util.version import __version__
 from gshard.cli.output import NO_ANSWER, YES, print_in_any_encoding, tell
+from gshard.cli.signals import interrupt_again
 
 _INTERRUPTED = 130
 
@@ -29,6 +30,7 @@ COMMANDS = {
 def run() -> NoReturn:
     """Runs the command line of this process, and ends it with the exit code."""
     print_in_any_encoding()
+    sys.unraisablehook = interrupt_again
     try:
         code = main()
     except KeyboardInterrupt:  # while modules are imported

@@ -210,8 +210,8 @@ def check_examples(batch: Any, devices: int, micro_batches: int, what: str = "de
     if not counts:
         raise GShardError(
             "the batch has no array with examples: pass a tree with at least one (Python lists are "
-            "trees too: make them arrays). For a loss that draws its own samples, give each a "
-            "number: np.arange(1024)."
+            "trees too: make them arrays). For a loss that draws its own samples, pass a number "
+            "for each: np.arange(1024)."
         )
     first, count = next(iter(counts.items()))
     # Only a list of numbers has leaves without a dimension.

@@ -52,8 +52,8 @@ def refuse_padding(tree: Any) -> None:
         if layout is None or isinstance(x, core.Tracer) or not _ends_in_zeros(x, layout):
             continue
         said = (
-            f"{path} has shape {x.shape}, in which gshard stores {layout.path} of shape "
-            f"{layout.shape}, padded with zeros. The zeros would become part of the model. Shard "
+            f"{path} has shape {x.shape}, padded with zeros: so gshard stores {layout.path}, whose "
+            f"shape is {layout.shape}. The zeros would become part of the model. Shard "
             "what plan.unwrap(state) returns, or gshard.full_params(state); with NNX the model of "
             "plan.unwrap((model, optimizer))."
         )
@@ -63,7 +63,7 @@ def refuse_padding(tree: Any) -> None:
 
 
 def _ends_in_zeros(x: jax.Array, layout: Layout) -> bool:
-    """Whether only zeros are where the padding would be, and not there alone, as in a new bias."""
+    """Whether all entries in the place of the padding are 0, and not all others, as in a bias."""
     dim: Any = layout.dim
     padding = lax.slice_in_dim(x, layout.shape[dim], None, axis=dim)
     return not bool(jnp.any(padding != 0)) and bool(jnp.any(x != 0))

@@ -88,23 +88,28 @@ def with_scalars(row: jax.Array, parts: Components, batch: Any, plan: Plan) -> j
     rate. Each device computes the checksums from its own copies, inside the program.
     """
     own = () if plan.bytes_per_device["host"] else parts.opt_state
-    bits = _bits(plan.group.devices)
-    state = _checksum((parts.step, own, parts.non_trainable), bits)
-    given = _checksum(batch, bits)
+    number = partial(_checksum, step=parts.step, bits=_bits(plan.group.devices))
+    state, given = number((parts.step, own, parts.non_trainable)), number(batch)
     columns = jnp.stack([state, state * state, given, given * given])
     return jnp.concatenate([row, jnp.broadcast_to(columns, (len(row), 4))], axis=1)
 
 
-def _checksum(tree: Any, bits: int) -> jax.Array:
-    """A number of `bits` bits, in float32, of the scalars and the random keys of a tree."""
+def _checksum(tree: Any, step: jax.Array, bits: int) -> jax.Array:
+    """A number of `bits` bits, in float32, of the scalars and the random keys of a tree.
+
+    It depends on the step, so that two values with the same number differ in another step.
+    """
     number = jnp.uint32(0)
     for x in jax.tree.leaves(tree):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jnp.sum(jax.random.key_data(x), dtype=jnp.uint32)
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            x = x.real + 31 * x.imag
         if not jnp.ndim(x) and (x.dtype == bool or jnp.issubdtype(x.dtype, np.number)):
             wide = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, np.floating) else jnp.int32)
             number = number * 31 + jax.lax.bitcast_convert_type(wide, jnp.uint32)
-    number = (number * jnp.uint32(2654435769)) >> (32 - bits)  # its upper bits
+    odd = 2 * jnp.asarray(step).astype(jnp.uint32) + 1
+    number = (number * odd * jnp.uint32(2654435769)) >> (32 - bits)  # its upper bits
     return number.astype(jnp.float32)
 
 
@@ -133,7 +138,7 @@ def _fault_of(call: _Call, devices: int) -> str:
     if given_squares * devices != given * given:
         return (
             f"in call {call.call} of this step the processes gave batches with different scalars. "
-            "Each is one value of the whole batch: compute it alike on all processes, or give "
+            "A scalar is one value of the whole batch: compute it alike on all processes, or give "
             "every example its own entry of an array."
         )
     if squares * known == total * total:

@@ -129,8 +129,8 @@ class Kind(Protocol):
         del params
         return updates
 
-    def full_params(self, trained: Any, params: Any) -> Any:
-        """Returns these trained parameters, with those of `params` that are not trained."""
+    def with_frozen(self, trained: Any, params: Any) -> Any:
+        """Returns the trained parameters together with the frozen ones of `params`."""
         del params
         return trained
 

@@ -90,7 +90,7 @@ class Linen(Kind):
     def full_update(self, updates: Any, params: Any) -> Any:
         return put_back(updates, no_change(take_out(params, self.frozen)[1]))
 
-    def full_params(self, trained: Any, params: Any) -> Any:
+    def with_frozen(self, trained: Any, params: Any) -> Any:
         return put_back(trained, take_out(params, self.frozen)[1])
 
     def plain_tx(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -203,7 +203,7 @@ class Linen(Kind):
                     "needs can be part of the batch, also a key: {**batch, 'key': key}."
                 )
             given = {name: value for name, value in available.items() if name in named}
-            if "step" in named - set(available) and _default_of(loss_fn, "step") in (0, None):
+            if "step" in named - set(available) and _is_0_or_none(loss_fn, "step"):
                 warn(
                     f"{place_of(loss_fn)} takes step=, which gshard does not pass, so it "
                     "always has its default. Pass it in the batch: {**batch, 'step': np.int32(n)}."
@@ -274,11 +274,12 @@ def _keywords(loss_fn: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
     )
 
 
-def _default_of(loss_fn: Callable[..., Any], name: str) -> Any:
-    """The default of an argument; not what the user has bound with `functools.partial`."""
+def _is_0_or_none(loss_fn: Callable[..., Any], name: str) -> bool:
+    """Whether that is the default of an argument, which `functools.partial` has not bound."""
     if isinstance(loss_fn, partial) and name in loss_fn.keywords:
-        return name
-    return inspect.signature(loss_fn).parameters[name].default
+        return False
+    default = inspect.signature(loss_fn).parameters[name].default
+    return default is None or (isinstance(default, (int, float)) and default == 0)
 
 
 def _take_updates(out: Any, mutable: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:

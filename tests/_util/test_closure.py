@@ -80,33 +80,39 @@ def test_attributes_are_compared_where_nothing_else_is_read():
         outside.look(1.0)
 
 
+class Attributes(dict):
+    __getattr__ = dict.__getitem__
+
+
 def test_attributes_of_attributes_are_compared():
     class Trainer:
         shared = 1.0
 
         def __init__(self):
-            self.config, self.teacher = (
-                SimpleNamespace(scale=1.0, none=None),
-                nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
-            )
+            self.config = SimpleNamespace(scale=1.0, none=None)
+            self.teacher = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+            self.options = Attributes(rate=1.0)
+            self.state = SimpleNamespace(apply_fn=len, step=jnp.zeros(2))
 
         def mean(self, x):
             return x
 
         def loss(self, x):
             found = self.mean(x), self.config.scale.real, self.shared, self.config.none
-            return found, self.teacher.bias.sum(), run.config.steps
+            more = self.options.rate, self.state.apply_fn(found), self.state.step.dtype
+            return more, self.teacher.bias.sum(), run.config.steps
 
     trainer, run = Trainer(), SimpleNamespace(config=SimpleNamespace(steps=1))
     outside = OutsideValues(trainer.loss, "the loss")
     outside.look(1.0)
     trainer.other, trainer.config.other = jnp.ones(2), 1.0
+    trainer.state = SimpleNamespace(apply_fn=len, step=jnp.ones(2))
     outside.look(1.0)
     for change, name in (
-        (lambda: vars(trainer.config).update(scale=2.0), r"self.config.scale.real"),
-        (lambda: vars(trainer).update(shared=2.0), r"self.shared"),
-        (lambda: vars(run.config).update(steps=2), r"run.config.steps"),
-        (lambda: vars(trainer).update(teacher=nnx.Linear(2, 2, rngs=nnx.Rngs(1))), r"self.teacher"),
+        (lambda: vars(trainer.config).update(scale=2.0), "self.config.scale.real"),
+        (lambda: vars(trainer).update(shared=2.0), "self.shared"),
+        (lambda: vars(run.config).update(steps=2), "run.config.steps"),
+        (lambda: vars(trainer).update(teacher=nnx.Linear(2, 2, rngs=nnx.Rngs(1))), "self.teacher"),
     ):
         change()
         with pytest.warns(gshard.GShardWarning, match=f"the loss reads {name}.* from outside"):

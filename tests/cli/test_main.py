@@ -172,3 +172,26 @@ def test_ctrl_c_ends_a_command_while_xla_compiles(seconds):
     _, said = process.communicate(timeout=200)
     assert process.returncode in (130, 0), said
     assert "Traceback" not in said
+
+
+def test_a_ctrl_c_that_a_finalizer_drops_ends_a_command():
+    """Python only reports an exception of one, such as JAX's at a garbage collection."""
+    program = """if True:
+        import gc, os, signal, sys, time
+        from gshard.cli import main
+
+        def interrupted(phase, _):
+            gc.callbacks.remove(interrupted)
+            signal.raise_signal(signal.SIGINT)
+
+        def run():
+            gc.callbacks.append(interrupted)
+            gc.collect()
+            time.sleep(20)
+            return 0
+
+        main.main = run
+        main.run()
+    """
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (130, "")

@@ -517,7 +517,7 @@ def test_groups_that_nothing_protects_from_nan_are_named():
 
 
 def test_flax_serializes_a_sharded_state():
-    """Its counts and its loss scale are no named tuples, which Flax knows by itself."""
+    """Also its counts and its loss scale, which are no named tuples."""
     state, plan = gshard.shard_train_state(
         ({"w": jnp.ones((16, 8))}, optax.adam(1e-2)), gshard.make_mesh(), "zero3", min_shard_size=0
     )

@@ -85,7 +85,7 @@ def reduce(
         value, numbers = total[-1], total[:-1].astype(numbers.dtype)
     else:
         value = reduce_scalar(value, axes)
-    divisor = None if weight is None else nonzero_weight(weight, value)
+    divisor = None if weight is None else divisor_of(weight, value)
     factors = [x for x in (divisor, scale) if x is not None]
     factor = math.prod(factors[1:], start=factors[0]) if factors else None
     wide = [plan.master.get(layout.path, g).dtype for g, layout in zip(grads, reduced, strict=True)]
@@ -102,12 +102,13 @@ def reduce(
     )
 
 
-def nonzero_weight(weight: jax.Array, value: jax.Array) -> jax.Array:
-    """What to divide a loss by: 1 for an empty batch, a sum of 0 of weight 0.
+def divisor_of(weight: jax.Array, value: jax.Array) -> jax.Array:
+    """What a loss and its gradient are divided by: infinity where sum and weight are both 0.
 
-    A sum of another value of weight 0 is infinite, and its gradient not finite, as on one device.
+    So both are 0 for an empty batch. Another sum of weight 0 gives an infinite loss, as on one
+    device.
     """
-    return jnp.where((weight == 0) & (value == 0), 1, weight)
+    return jnp.where((weight == 0) & (value == 0), jnp.inf, weight)
 
 
 def _quotient(g: jax.Array, by: jax.Array | None) -> jax.Array:

@@ -19,11 +19,14 @@ _EXAMPLES = (
 _ROWS = "To select from each example, use x[jnp.arange(n), y] or jnp.take_along_axis. "
 _SAME = "If it is the same for all examples, close over it. "
 _GROUPS = (
-    "Groups of neighbouring examples, such as pairs, work if a device has a multiple of their size "
-    "in each micro-batch: give a larger batch. "
+    "To form groups of neighbouring examples, such as pairs, each device needs whole groups in "
+    "each micro-batch: give a larger batch. "
 )
 _HINTS = {
-    **{"gather": _ROWS, "scatter": _ROWS, "slice": _SAME, "dynamic_slice": _SAME},
+    "gather": _ROWS,
+    "scatter": _ROWS,
+    "slice": _SAME,
+    "dynamic_slice": _SAME,
     "reshape": _GROUPS,
 }
 _EXPERTS = (

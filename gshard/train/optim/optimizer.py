@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +26,8 @@ from gshard.sharding.plan import Plan, ShardedTransformation, UpdateProducts
 from gshard.sharding.quantized_array import decoded
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import all_gather_updated, slice_shards
-from gshard.train.gradients import refuse_local_gradients
+from gshard.train.gradients import LocalGradients, refuse_local_gradients
+from gshard.train.optim.extra_arguments import as_optimizers_see, logical_grads
 from gshard.train.optim.matrix_products import with_gathered_operands
 from gshard.train.optim.offload import to_device, to_host, transfer_sizes, update_through_device
 from gshard.train.optim.skip_update import keep_unless
@@ -54,11 +55,13 @@ def shard_optimizer(plan: Plan) -> ShardedTransformation:
     def update(
         updates: Any, state: ShardedOptState, params: Any = None, **extra: Any
     ) -> tuple[Any, ShardedOptState]:
-        refuse_local_gradients(updates, [layout.path for layout in jax.tree.leaves(plan.grads)])
+        paths = [layout.path for layout in jax.tree.leaves(plan.grads)]
+        for x in (updates, *(x for x in extra.values() if isinstance(x, LocalGradients))):
+            refuse_local_gradients(x, paths)
         if params is None:
             raise GShardError("update(grads, opt_state) needs the parameters too: pass params.")
         grads, trained = plan.kind.trained(updates), plan.kind.trained(params)
-        extra = {name: _as_optimizers_see(x, updates, params, plan) for name, x in extra.items()}
+        extra = {name: as_optimizers_see(x, updates, params, plan) for name, x in extra.items()}
         # With a master copy the new value must be all-gathered: the sum of both would be rounded.
         stored = jax.tree.leaves(plan.params)
         copied = [layout.path in plan.master for layout in stored]
@@ -192,7 +195,7 @@ def _update_shards(
     """
     reduced = jax.tree.leaves(plan.grads)
     same_leaves(grads, (layout.path for layout in reduced), "the gradients are")
-    logical = _logical(grads, plan)
+    logical = logical_grads(grads, plan)
     own, structure = local_shards(params, state.master, plan)
     if plan.precision is not None:  # the optimizer computes in the dtype of what it updates
         logical = map_leaves(lambda g, x: cast(g, x.dtype), logical, own)
@@ -217,44 +220,6 @@ def _update_shards(
         changes = cut_padding(plan.pin(changes, plan.grads), plan.grads)
         inner = plan.encode(plan.pin(inner, of_state), state.inner)
     return changes, state._replace(inner=inner), own
-
-
-def _as_optimizers_see(x: Any, updates: Any, params: Any, plan: Plan) -> Any:
-    """Converts what a user gives an optimizer beside the updates, such as `grad=` and `value_fn=`.
-
-    An optimizer sees logical shapes, master copies, and no frozen parameters. A function of
-    parameters gets them as the user's state has them, with the frozen ones.
-    """
-    trained = jax.tree.structure(plan.kind.trained(params))
-
-    def given(own: Any) -> Any:
-        if jax.tree.structure(own) != trained:
-            return own
-        own = map_leaves(lambda p, layout: cast(p, layout.dtype), own, plan.params)
-        return plan.kind.full_params(plan.pin(own, plan.params), params)
-
-    def called(*args: Any, **by_name: Any) -> Any:
-        return x(*map(given, args[:1]), *args[1:], **by_name)
-
-    if callable(x):
-        return wraps(x)(called)  # optax reads the names of its arguments
-    if _shapes(x) == _shapes(updates):
-        return _logical(plan.kind.trained(x), plan)
-    return x
-
-
-def _shapes(tree: Any) -> tuple[Any, list[Any]]:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, [*map(jnp.shape, leaves)]
-
-
-def _logical(grads: Any, plan: Plan) -> Any:
-    """Gradients, or what has their layouts, in logical shapes."""
-
-    def logical(x: Any, layout: Layout) -> Any:
-        return layout.unpad(layout.as_stored(x, "the gradients"))
-
-    return map_leaves(logical, grads, plan.grads)
 
 
 def user_update(plan: Plan, extra: dict[str, Any]) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
@@ -329,7 +294,8 @@ def _raise_optimizer_error(error: Exception) -> None:
         ) from error
     if "required keyword-only argument" in said or "must be provided" in said:
         raise GShardError(
-            f"the optimizer needs more than gradients and parameters: {said}. make_train_step "
+            f"the optimizer needs more than gradients and parameters: {said.rstrip('.')}. "
+            "make_train_step "
             "gives it value= (the loss); pass what else it needs in your own loop: "
             "state.tx.update(grads, state.opt_state, state.params, ...)."
         ) from error
