@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from functools import cache
 from pathlib import Path
@@ -116,7 +115,7 @@ def test_of_parameters_in_boxes_of_flax(tmp_path):
     state = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
     with gshard.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)
-        for target in itertools.product(PRECISIONS, (True, False), (8, 3)):
+        for target in (("int8", True, 8), ("int8", False, 3), ("float32", True, 3)):
             other, its_plan = make(*target)
             restored = checkpointer.restore(like=other).state
             wanted, found = (
