@@ -65,7 +65,7 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
     if nameless := [path for path in paths if path.endswith("/")]:  # Orbax drops the slash
         raise GShardError(
             f"save: the names of {some(nameless)} are empty or end with a slash: they could not "
-            "be restored. Rename them."
+            "be restored. Rename them; put parameters that are one array into a dict."
         )
     refuse_abstract(leaves)
     refuse_donated(leaves)

@@ -63,7 +63,7 @@ def refuse_padding(tree: Any) -> None:
 
 
 def _ends_in_zeros(x: jax.Array, layout: Layout) -> bool:
-    """Whether all entries in the place of the padding are 0, and not all others, as in a bias."""
+    """Whether the entries in the place of the padding are all 0, and some others are not."""
     dim: Any = layout.dim
     padding = lax.slice_in_dim(x, layout.shape[dim], None, axis=dim)
     return not bool(jnp.any(padding != 0)) and bool(jnp.any(x != 0))
