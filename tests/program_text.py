@@ -7,7 +7,7 @@ from functools import cache
 from hashlib import md5
 
 
-def numbered_anew(text: str) -> str:
+def named_by_content(text: str) -> str:
     """A lowered program with functions named by what they do; JAX numbers across programs.
 
     Of two equal functions JAX may make one, if it has met them before.

@@ -7,7 +7,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from types import CodeType
 from typing import Any
 
@@ -101,10 +101,10 @@ def _uses(code: CodeType, loads: tuple[str, ...]) -> dict[str, list[str]]:
     for i, now in enumerate(read):
         if now.opname.startswith(loads):
             names = now.argval if isinstance(now.argval, tuple) else (now.argval,)
-            chain = takewhile(lambda x: x.opname in _LOAD_ATTRIBUTE, read[i + 1 :])
+            after = takewhile(lambda x: x.opname in _LOAD_ATTRIBUTE, read[i + 1 :])
             for name in names:
                 last = name == names[-1]
-                found[name].append(".".join(x.argval for x in chain) if last else "")
+                found[name].append(".".join(x.argval for x in after) if last else "")
     return found
 
 
@@ -136,7 +136,8 @@ def _attribute(get: Callable[[], Any], names: str) -> Any:
             return None
         own = getattr(x, "__dict__", {})
         bases = x.__mro__[1:] if isinstance(x, type) else type(x).__mro__
-        place = next((place for place in (own, *map(vars, bases)) if name in place), None)
+        # One by one, since each step looks: most attributes are the object's own.
+        place = next((place for place in chain([own], map(vars, bases)) if name in place), None)
         if place is None or (place is not own and hasattr(type(place[name]), "__get__")):
             break
         x = found = place[name]

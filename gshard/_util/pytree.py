@@ -15,8 +15,6 @@ from gshard._util.errors import GShardError, some
 from gshard._util.validation import shown
 
 _ARRAY_LIKE = (*get_args(jax.typing.ArrayLike), np.generic, jax.ShapeDtypeStruct)
-
-
 _VALUE = jax.tree_util.GetAttrKey("value")
 _OF_8_BITS = tuple(jax.tree_util.GetAttrKey(name) for name in ("codes", "scales"))
 

@@ -103,9 +103,11 @@ def _checksum(tree: Any, step: jax.Array, bits: int) -> jax.Array:
     for x in jax.tree.leaves(tree):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jnp.sum(jax.random.key_data(x), dtype=jnp.uint32)
+        if jnp.ndim(x):
+            continue
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             x = x.real + 31 * x.imag
-        if not jnp.ndim(x) and (x.dtype == bool or jnp.issubdtype(x.dtype, np.number)):
+        if x.dtype == bool or jnp.issubdtype(x.dtype, np.number):
             wide = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, np.floating) else jnp.int32)
             number = number * 31 + jax.lax.bitcast_convert_type(wide, jnp.uint32)
     odd = 2 * jnp.asarray(step).astype(jnp.uint32) + 1

@@ -8,7 +8,7 @@ top would count it N times.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -138,7 +138,7 @@ class LocalGradients:
         raise GShardError(_REFUSAL)
 
 
-def refuse_local_gradients(grads: Any, known: list[str]) -> None:
+def refuse_local_gradients(grads: Any, known: Sequence[str] = ()) -> None:
     """Refuses gradients that are not reduced, also as the `nnx.State` that NNX converts them to."""
     if isinstance(grads, LocalGradients):
         raise GShardError(_REFUSAL)

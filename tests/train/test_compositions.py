@@ -15,7 +15,7 @@ import pytest
 
 import gshard
 from tests.covering import covering, parts_of
-from tests.program_text import numbered_anew
+from tests.program_text import named_by_content
 from tests.tiers import quick
 from tests.train import compositions
 from tests.train.compositions import FACTORS, MORE, batch_of, compare, sharded
@@ -123,14 +123,14 @@ def lowered(case: dict[str, Any], precision: Any) -> str:
     if case["loop"] == "step":
         step: Any = gshard.make_train_step(loss, plan, **options)
         states = state if isinstance(state, tuple) else (state,)
-        return numbered_anew(step.lower(*states, batch_of(0)).as_text())
+        return named_by_content(step.lower(*states, batch_of(0)).as_text())
     grad = gshard.value_and_grad(loss, plan, **options)
 
     def own(state: Any, batch: Any) -> Any:
         return state.apply_gradients(grads=grad(state.params, batch)[1])
 
     program = jax.jit(own).lower(state, gshard.shard_batch(batch_of(0), plan))
-    return numbered_anew(program.as_text())
+    return named_by_content(program.as_text())
 
 
 OWN = [

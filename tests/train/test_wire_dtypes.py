@@ -17,7 +17,7 @@ import gshard
 from gshard.sharding.precision import Precision
 from gshard.sharding.quantized import LARGEST
 from gshard.train.comm import quantized
-from tests.program_text import numbered_anew
+from tests.program_text import named_by_content
 from tests.tiers import quick
 
 WIDTH, OUT, LAYERS = 97, 70, 3  # no multiple of the devices
@@ -290,7 +290,7 @@ def test_programs_without_it_stay_as_they_are(level):
         jax.clear_caches()  # else what was traced before is not traced again
         state, plan = sharded({"a": 2, "b": 2}, level, precision, optax.adam(1e-2))
         step = gshard.make_train_step(loss_of, plan, micro_batches=2)
-        return numbered_anew(step.lower(state, batch_of(16)).as_text()), state
+        return named_by_content(step.lower(state, batch_of(16)).as_text()), state
 
     plain, _ = text(Precision("float32"))
     assert text(excepted)[0] == plain

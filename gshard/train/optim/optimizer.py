@@ -26,7 +26,7 @@ from gshard.sharding.plan import Plan, ShardedTransformation, UpdateProducts
 from gshard.sharding.quantized_array import decoded
 from gshard.train.comm.buckets import BUCKET_SIZE
 from gshard.train.comm.collectives import all_gather_updated, slice_shards
-from gshard.train.gradients import LocalGradients, refuse_local_gradients
+from gshard.train.gradients import refuse_local_gradients
 from gshard.train.optim.extra_arguments import as_optimizers_see, logical_grads
 from gshard.train.optim.matrix_products import with_gathered_operands
 from gshard.train.optim.offload import to_device, to_host, transfer_sizes, update_through_device
@@ -55,13 +55,11 @@ def shard_optimizer(plan: Plan) -> ShardedTransformation:
     def update(
         updates: Any, state: ShardedOptState, params: Any = None, **extra: Any
     ) -> tuple[Any, ShardedOptState]:
-        paths = [layout.path for layout in jax.tree.leaves(plan.grads)]
-        for x in (updates, *(x for x in extra.values() if isinstance(x, LocalGradients))):
-            refuse_local_gradients(x, paths)
+        refuse_local_gradients(updates, [layout.path for layout in jax.tree.leaves(plan.grads)])
         if params is None:
             raise GShardError("update(grads, opt_state) needs the parameters too: pass params.")
         grads, trained = plan.kind.trained(updates), plan.kind.trained(params)
-        extra = {name: as_optimizers_see(x, updates, params, plan) for name, x in extra.items()}
+        extra = as_optimizers_see(extra, updates, params, plan)
         # With a master copy the new value must be all-gathered: the sum of both would be rounded.
         stored = jax.tree.leaves(plan.params)
         copied = [layout.path in plan.master for layout in stored]

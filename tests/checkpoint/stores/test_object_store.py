@@ -314,7 +314,7 @@ while True:
 
 
 @pytest.mark.parametrize(
-    "kills, seed", quick([(13, 0), (13, 1), (13, 2), (13, 3), (4, 4)], [(4, 4)])
+    "kills, seed", quick([(25, 0), (25, 1), (25, 2), (25, 3), (4, 4)], [(4, 4)])
 )
 def test_killed_at_any_moment_it_goes_on_from_a_complete_step(address, server, kills, seed):
     """Its losses are those of a run that never stopped."""
