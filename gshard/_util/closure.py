@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, takewhile
-from types import CodeType
-from typing import Any
+from types import CodeType, MemberDescriptorType
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +24,14 @@ _LOAD_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
 _OF_ARRAYS = ("shape", "dtype", "ndim", "size")
 _STORE = ("STORE_GLOBAL", "STORE_DEREF")  # such as a counter of its calls
 
+
+class _Named(NamedTuple):
+    field: int
+
+
+_FIELDS = (MemberDescriptorType, type(vars(_Named)["field"]))  # of slots, of named tuples
+_NOT_COMPARED = object()  # in place of a value that may change without harm
+
 Getters = dict[str, Callable[[], Any]]
 
 
@@ -34,9 +42,10 @@ def read_from_outside(function: Any) -> tuple[Getters, Getters]:
     """
     function, owner, bound = _opened(function)
     others: Getters = {name: partial(_same, x) for name, x in bound.items()}
-    if getattr(owner, "__dict__", None):
+    if owner is not None:
         own = partial(_same, owner)
-        others |= {f"self.{x}": partial(_attribute, own, x) for x in _attributes_read(function)}
+        read = _attributes_read(function)
+        others |= {f"self.{x}": partial(_attribute, own, x, _NOT_COMPARED) for x in read}
     closure: Getters = {"the object of the method": partial(_same, owner)}
     code = getattr(function, "__code__", None)
     if code is None:  # not a Python function
@@ -80,7 +89,7 @@ def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not set yet
-        return None
+        return _NOT_COMPARED
 
 
 def _attributes_read(method: Any) -> list[str]:
@@ -88,7 +97,11 @@ def _attributes_read(method: Any) -> list[str]:
     code = getattr(method, "__code__", None)
     if code is None or not code.co_varnames:
         return []
-    return [x for x in _uses(code, ("LOAD_FAST", "LOAD_DEREF"))[code.co_varnames[0]] if x]
+    own = code.co_varnames[0]
+    inner = [x for x in _with_inner(code) if x is code or own in x.co_freevars]
+    used = [use for x in inner for use in _uses(x, ("LOAD_FAST", "LOAD_DEREF"))[own] if use]
+    written = {x.argval for c in inner for x in dis.get_instructions(c) if x.opname == "STORE_ATTR"}
+    return [use for use in used if not written.intersection(use.split("."))]
 
 
 def _uses(code: CodeType, loads: tuple[str, ...]) -> dict[str, list[str]]:
@@ -99,10 +112,11 @@ def _uses(code: CodeType, loads: tuple[str, ...]) -> dict[str, list[str]]:
     found: defaultdict[str, list[str]] = defaultdict(list)
     read = [*dis.get_instructions(code)]
     for i, now in enumerate(read):
-        if now.opname.startswith(loads):
+        stores = now.opname == "STORE_FAST_LOAD_FAST" and "LOAD_FAST" in loads  # Python 3.13
+        if now.opname.startswith(loads) or stores:
             names = now.argval if isinstance(now.argval, tuple) else (now.argval,)
             after = takewhile(lambda x: x.opname in _LOAD_ATTRIBUTE, read[i + 1 :])
-            for name in names:
+            for name in names[stores:]:
                 last = name == names[-1]
                 found[name].append(".".join(x.argval for x in after) if last else "")
     return found
@@ -125,22 +139,31 @@ def _parts(function: Any, getters: Getters) -> Getters:
     return found
 
 
-def _attribute(get: Callable[[], Any], names: str) -> Any:
-    """Follows a chain of attributes; returns the value before the first method or property.
+def _attribute(get: Callable[[], Any], names: str, without: Any = None) -> Any:
+    """Follows a chain of attributes; returns the value whose method or property comes first.
 
-    It returns None for the shape or the dtype of an array: another array may have the same.
+    If that is the first value of the chain, it returns `without`, where given. The shape or the
+    dtype of an array is not compared: another array may have the same. No code of the user's runs.
     """
-    x, found = get(), None
+    x = get()
+    found = x if without is None else without
     for name in names.split("."):  # `getattr` would run properties
-        if name in _OF_ARRAYS and hasattr(type(x), name):
-            return None
         own = getattr(x, "__dict__", {})
         bases = x.__mro__[1:] if isinstance(x, type) else type(x).__mro__
         # One by one, since each step looks: most attributes are the object's own.
         place = next((place for place in chain([own], map(vars, bases)) if name in place), None)
-        if place is None or (place is not own and hasattr(type(place[name]), "__get__")):
+        value = _NOT_COMPARED if place is None else place[name]
+        if isinstance(value, _FIELDS) and not isinstance(x, type):
+            try:
+                x = found = value.__get__(x)
+            except AttributeError:  # not set
+                return _NOT_COMPARED
+        elif place is None or (place is not own and hasattr(type(value), "__get__")):
+            if name in _OF_ARRAYS or isinstance(value, (staticmethod, classmethod)):
+                return _NOT_COMPARED
             break
-        x = found = place[name]
+        else:
+            x = found = value
     return found
 
 
@@ -191,6 +214,8 @@ def _compared(x: Any) -> Any:
     """A number, or the identities of a tree's arrays; None for what else a function may read."""
     if isinstance(x, (bool, int, float, complex, np.generic)):
         return x
+    if x is None:  # what comes in its place is a change
+        return ()
     arrays = _arrays(x)
     if not arrays or any(isinstance(y, core.Tracer) for y in arrays):
         return None

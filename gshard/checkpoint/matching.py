@@ -100,7 +100,9 @@ def _advice(
         return "It is of another model or optimizer."
     (theirs, mine), differ = map(_trained_and_frozen, (stored, own)), _weights(wrong)
     parameters = theirs[0] | theirs[1] | mine[0] | mine[1]
-    if not (parameters & _weights(own)) - differ:
+    if not (parameters & _weights(own) & _weights(stored)) - differ:  # stored: what only= chooses
+        if kept:
+            return "No weight that only= chooses fits. Choose others, or another checkpoint."
         return "It is of another model: no parameter fits. Choose another checkpoint or directory."
     chosen = differ | _weights(kept)  # without those that the user has left out
     only = pattern_without(chosen, _weights([*stored, *own])) if chosen else "."

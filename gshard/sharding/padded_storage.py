@@ -52,10 +52,10 @@ def refuse_padding(tree: Any) -> None:
         if layout is None or isinstance(x, core.Tracer) or not _ends_in_zeros(x, layout):
             continue
         said = (
-            f"{path} has shape {x.shape}, padded with zeros: so gshard stores {layout.path}, whose "
-            f"shape is {layout.shape}. The zeros would become part of the model. Shard "
-            "what plan.unwrap(state) returns, or gshard.full_params(state); with NNX the model of "
-            "plan.unwrap((model, optimizer))."
+            f"{path} has shape {x.shape} and ends in zeros. That is how gshard stores "
+            f"{layout.path}, whose shape is {layout.shape}, with padding. The zeros would become "
+            "part of the model. Shard what plan.unwrap(state) returns, or "
+            "gshard.full_params(state); with NNX the model of plan.unwrap((model, optimizer))."
         )
         if path in found:
             raise GShardError(said)

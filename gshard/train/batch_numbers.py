@@ -20,6 +20,7 @@ import numpy as np
 from jax import core
 from jax.sharding import NamedSharding
 
+from gshard._util.random_bits import mixed
 from gshard.data.batch_number import number_of
 from gshard.distributed.agree import spans_processes
 from gshard.sharding.plan import Plan
@@ -99,20 +100,18 @@ def _checksum(tree: Any, step: jax.Array, bits: int) -> jax.Array:
 
     It depends on the step, so that two values with the same number differ in another step.
     """
-    number = jnp.uint32(0)
+    number = mixed(jnp.asarray(step).astype(jnp.uint32))
     for x in jax.tree.leaves(tree):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jnp.sum(jax.random.key_data(x), dtype=jnp.uint32)
         if jnp.ndim(x):
             continue
-        if jnp.issubdtype(x.dtype, jnp.complexfloating):
-            x = x.real + 31 * x.imag
-        if x.dtype == bool or jnp.issubdtype(x.dtype, np.number):
-            wide = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, np.floating) else jnp.int32)
-            number = number * 31 + jax.lax.bitcast_convert_type(wide, jnp.uint32)
-    odd = 2 * jnp.asarray(step).astype(jnp.uint32) + 1
-    number = (number * odd * jnp.uint32(2654435769)) >> (32 - bits)  # its upper bits
-    return number.astype(jnp.float32)
+        for part in (x.real, x.imag) if jnp.issubdtype(x.dtype, jnp.complexfloating) else (x,):
+            if part.dtype == bool or jnp.issubdtype(part.dtype, np.number):
+                floats = jnp.issubdtype(part.dtype, np.floating)
+                wide = part.astype(jnp.float32 if floats else jnp.int32)
+                number = mixed(number ^ jax.lax.bitcast_convert_type(wide, jnp.uint32))
+    return (number >> (32 - bits)).astype(jnp.float32)
 
 
 def _bits(devices: int) -> int:

@@ -55,7 +55,8 @@ _REFUSAL = (
 class Gradients:
     """The results of the gradient stage, as global arrays of the whole batch; scalars are float32.
 
-    If the weight is 0, so are loss and gradient. The norm is finite only if every entry is.
+    If the weight and the weighted sum are 0, so are loss and gradient. The norm is finite only if
+    every entry is.
     """
 
     grads: Any  # in the layouts of `plan.grads`
@@ -138,7 +139,7 @@ class LocalGradients:
         raise GShardError(_REFUSAL)
 
 
-def refuse_local_gradients(grads: Any, known: Sequence[str] = ()) -> None:
+def refuse_local_gradients(grads: Any, known: Sequence[str]) -> None:
     """Refuses gradients that are not reduced, also as the `nnx.State` that NNX converts them to."""
     if isinstance(grads, LocalGradients):
         raise GShardError(_REFUSAL)

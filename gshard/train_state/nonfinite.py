@@ -28,7 +28,7 @@ from gshard._util.events import StepNumber
 from gshard._util.validation import check_integer, flag, shown
 
 
-@struct.dataclass  # no named tuple, whose scale optax.tree.get(opt_state, "scale") finds
+@struct.dataclass  # in a named tuple, optax.tree.get(opt_state, "scale") would find this scale
 class ScalerState:
     """The state of a `GradScaler`, kept in the train state.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +119,97 @@ def test_attributes_of_attributes_are_compared():
         change()
         with pytest.warns(gshard.GShardWarning, match=f"the loss reads {name}.* from outside"):
             outside.look(1.0)
+        outside.look(1.0)
+
+
+@dataclass
+class Config:
+    scale: float = 1.0
+    size: float = 1.0  # not that of an array
+
+
+@dataclass(slots=True)
+class Slots:
+    scale: float = 1.0
+
+
+class Named(NamedTuple):
+    scale: float = 1.0
+
+
+class Network(nnx.Module):
+    def __init__(self):
+        self.inner = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    def features(self, x):
+        return self.inner(x)
+
+
+class Read:
+    """What the losses below read."""
+
+    def __init__(self):
+        self.config, self.slots, self.named = Config(), Slots(), Named()
+        self.scale, self.later, self.cache = 1.0, None, None
+        self.array, self.tree, self.network = jnp.ones(2), {"w": jnp.ones(2)}, Network()
+
+    static = staticmethod(len)
+
+    def loss_of_a_comprehension(self, xs):  # Python 3.13 stores x and loads self in one operation
+        return [self.scale * x for x in xs]
+
+    def loss_of_a_lambda(self, x):
+        return (lambda: self.scale)()
+
+    def loss_with_a_cache(self, x):
+        if self.cache is None:
+            self.cache = 1.0
+        return self.cache
+
+
+LOSSES = {  # of an object, the loss; what of the object is replaced; whether that is a change
+    "a method of an array": (lambda r: lambda x: r.array.reshape(-1, 1), {"array": jnp.ones(2)}, 1),
+    "the shape of an array": (lambda r: lambda x: r.array.shape, {"array": jnp.ones(2)}, 0),
+    "a method of a model": (lambda r: lambda x: r.network.features(x), {"network": Network()}, 1),
+    "a method of a dict": (lambda r: lambda x: [*r.tree.items()], {"tree": {"w": jnp.ones(2)}}, 1),
+    "a field that is named size": (lambda r: lambda x: r.config.size, {"config": Config(1, 2)}, 1),
+    "another field": (lambda r: lambda x: r.config.size, {"config": Config(2, 1)}, 0),
+    "a field in slots": (lambda r: lambda x: r.slots.scale, {"slots": Slots(2.0)}, 1),
+    "a field of a named tuple": (lambda r: lambda x: r.named.scale, {"named": Named(2.0)}, 1),
+    "None at first": (lambda r: lambda x: r.later, {"later": jnp.ones(2)}, 1),
+    "a static method": (lambda r: lambda x: r.static(x), {"array": jnp.ones(2)}, 0),
+    "a comprehension": (lambda r: r.loss_of_a_comprehension, {"scale": 2.0}, 1),
+    "a function in a method": (lambda r: r.loss_of_a_lambda, {"scale": 2.0}, 1),
+    "what the loss itself writes": (lambda r: r.loss_with_a_cache, {"cache": 2.0}, 0),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_counts_as_a_change(name):
+    make, new, changes = LOSSES[name]
+    read = Read()
+    outside = OutsideValues(make(read), "the loss")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outside.look(1.0)
+        outside.look(1.0)
+        assert not caught
+        vars(read).update(new)
+        outside.look(1.0)
+    assert len(caught) == changes
+
+
+def test_an_attribute_of_the_class_is_compared():
+    class Own:
+        scale = 1.0
+
+        def loss(self, x):
+            return self.scale * x
+
+    outside = OutsideValues(Own().loss, "the loss")
+    outside.look(1.0)
+    Own.scale = 2.0
+    with pytest.warns(gshard.GShardWarning, match="the loss reads self.scale from outside"):
         outside.look(1.0)
 
 

@@ -202,7 +202,8 @@ def test_bad_input(written):
         with pytest.raises(gshard.GShardError, match="an abstract like= has no arrays"):
             checkpointer.restore(like=like, only=".")
     wider, _ = shard(state(2, adam, 11))
-    with pytest.raises(gshard.GShardError, match=r"(?s)\(11,\), in the checkpoint \(10,\).*only="):
+    shown = r"(?s)\(11,\), in the checkpoint \(10,\).*No weight that only= chooses fits. Choose"
+    with pytest.raises(gshard.GShardError, match=shown):
         checkpointer.restore(like=wider, only="Dense_0")
     less, _ = shard(TrainState.create(apply_fn=None, params=state(2, adam).params, tx=adam))
     with pytest.raises(gshard.GShardError, match="average/head/bias is in the checkpoint alone"):
@@ -420,6 +421,12 @@ def test_the_advice_about_a_checkpoint_that_does_not_fit_works(tmp_path, params,
 def test_the_advice_leaves_out_what_only_leaves_out(tmp_path):
     def sharded(params):
         return shard((params, optax.adam(0.1)))[0]
+
+    with gshard.Checkpointer(tmp_path / "other") as checkpointer:
+        checkpointer.save(0, sharded({"trunk": {"w": np.ones((16, 8), np.float32)}}))
+        like = sharded({name: {"w": np.ones((16, 8), np.float32)} for name in ("body", "head")})
+        with pytest.raises(gshard.GShardError, match="No weight that only= chooses fits"):
+            checkpointer.restore(like=like, only="head")
 
     with gshard.Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(0, sharded(net(added=4)))

@@ -200,3 +200,19 @@ def test_weights_that_add_up_to_zero(weights, micro_batches):
     else:
         assert float(value) == float(metrics["loss"]) == float(jax.jit(weighted)(params(), batch))
         assert np.isinf(value) and not np.isfinite(optax.tree.norm(grads))
+
+
+def test_a_sum_of_0_with_a_weight_of_0_has_no_gradient():
+    """Errors that cancel exactly, of which the gradients of the sum do not."""
+    sign = np.where(np.arange(12) % 2, 1, -1).astype(np.float32)
+    batch = {"y": sign[:, None], "w": sign}
+
+    def weighted(p, b):
+        errors = ((p["a"] - b["y"]) ** 2).mean(1)
+        return (errors * b["w"]).sum() / b["w"].sum()
+
+    mesh = gshard.make_mesh(devices=jax.devices()[:DEVICES])
+    start = {"a": np.zeros(7, np.float32)}
+    state, plan = gshard.shard_train_state((start, adam()), mesh, "os", min_shard_size=0)
+    value, grads = gshard.value_and_grad(weighted, plan)(state.params, batch)
+    assert value == 0 and np.all(grads["a"] == 0)

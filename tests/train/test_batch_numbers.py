@@ -15,7 +15,7 @@ import pytest
 import gshard
 from gshard.analysis.hlo.program import read_program
 from gshard.data.batch_number import _numbers, number_of, set_number
-from gshard.train.batch_numbers import _bits, _Call, _fault_of, with_scalars
+from gshard.train.batch_numbers import _bits, _Call, _checksum, _fault_of, with_scalars
 from gshard.train.late_checks import late_checks
 from gshard.train_state import Components
 from tests.tiers import quick
@@ -113,11 +113,25 @@ def test_other_scalars_of_state_and_batch_are_told_apart():
     assert fault(other).startswith("in call 4 of this step the processes gave different states")
     assert not fault(numbers(jnp.int32(0), 0.1, {"x": BATCH["x"] + 1}))
 
-    scalars = [1.0, 2.0, np.int32(3), True, False, jnp.bfloat16(0.5), jax.random.key(1)]
+    scalars = [1.0, 2.0, np.int32(3), True, False, jnp.bfloat16(0.5), 1 + 2j, 32 + 1j]
+    scalars.append(jax.random.key(1))
     found = [numbers(jnp.int32(0), 0.1, {**BATCH, "scale": jnp.asarray(x)}) for x in scalars]
     assert all(x[:2] == first[:2] for x in found)
     assert all(a[2:] != b[2:] for a, b in itertools.pairwise(found))
     assert fault(found[0]).startswith("in call 4 of this step the processes gave batches with diff")
+
+
+def test_scalars_with_one_checksum_have_two_at_the_next_step():
+    def checksum(scalars, step):
+        return _checksum(tuple(map(jnp.float32, scalars)), jnp.int32(step), 6)
+
+    first = checksum((0.0, 2.0), 0)
+    equal = [x for x in range(1, 500) if checksum((x, 2.0), 0) == first]
+    assert 1 <= len(equal) <= 30
+    for step in (1, 2):
+        assert not all(checksum((x, 2.0), step) == checksum((0.0, 2.0), step) for x in equal)
+    differ = [checksum((1.0, 2.0), step) != checksum((-1.0, -2.0), step) for step in range(8)]
+    assert sum(differ) >= 6
 
 
 def test_numbers_are_those_of_the_loader_and_of_no_other_array():

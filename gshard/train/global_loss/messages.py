@@ -19,7 +19,7 @@ _EXAMPLES = (
 _ROWS = "To select from each example, use x[jnp.arange(n), y] or jnp.take_along_axis. "
 _SAME = "If it is the same for all examples, close over it. "
 _GROUPS = (
-    "To form groups of neighbouring examples, such as pairs, each device needs whole groups in "
+    "A loss that groups neighbouring examples, such as pairs, needs whole groups on each device in "
     "each micro-batch: give a larger batch. "
 )
 _HINTS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -126,21 +127,81 @@ def test_with_master_copies(name):
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(found))
 
 
+def padded(params: Any, update: Any) -> tuple[Any, gshard.Plan]:
+    """A state on three devices at zero3, and an optimizer that is an `update` alone."""
+    tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+    mesh = gshard.make_mesh(devices=jax.devices()[:3])
+    return gshard.shard_train_state((params, tx), mesh, "zero3", min_shard_size=0)
+
+
+class Problem:
+    """A function with a method."""
+
+    def __call__(self, count):
+        return 0.1 * count
+
+    def name(self):
+        return "a"
+
+
 def test_other_arguments_are_as_given():
-    """Of parameters that are one array, which any array resembles."""
+    """Of parameters that are one array, whose shape others may have: 7 entries, stored as 9."""
     seen = []
 
     def update(updates, state, params=None, **extra):
-        seen.append({k: f(2) if callable(f) else f for k, f in extra.items()})
-        return jax.tree.map(lambda g: -extra["rate"](3) * g, updates), state
+        seen.append({**extra, "rate": extra["rate"](2), "name": extra["rate"].name()})
+        seen[0]["given"] = extra["of_all"](params, rows=extra["rows"], short=jnp.ones(7))
+        return -extra["rate"](3) * updates, state
 
-    tx = optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
-    mesh = gshard.make_mesh(devices=jax.devices()[:3])
-    start = jnp.ones((7, 5))
-    state, plan = gshard.shard_train_state((start, tx), mesh, "zero3", min_shard_size=0)
-    given = {"rate": lambda count: 0.1 * count, "names": {"a": 1, 2: "b"}, "like": jnp.ones(4)}
+    state, plan = padded(jnp.ones(7), update)
+    given = {"names": {"a": 1, 2: "b"}, "like": jnp.ones(4), "rows": jnp.arange(9.0)}
+    functions = {"rate": Problem(), "of_all": lambda *args, **by_name: [*args, by_name]}
     grads = jax.tree.map(jnp.ones_like, state.params)
-    updates, _ = state.tx.update(grads, state.opt_state, state.params, **given)
-    np.testing.assert_allclose(plan.unwrap(state).params + np.asarray(updates)[:7, :5], 0.7)
-    assert seen[0]["rate"] == 0.2 and seen[0]["names"] is given["names"]
-    assert seen[0]["like"] is given["like"]
+    updates, _ = state.tx.update(
+        grads, state.opt_state, state.params, grad=grads, **functions, **given
+    )
+    np.testing.assert_allclose(plan.unwrap(state).params + np.asarray(updates)[:7], 0.7)
+    (found,) = seen
+    assert all(found[name] is x for name, x in given.items())
+    assert found["rate"] == 0.2 and found["name"] == "a" and found["grad"].shape == (7,)
+    params, by_name = found["given"]
+    assert params.shape == (9,) and by_name["rows"] is given["rows"]
+    assert by_name["short"].shape == (7,)
+
+
+def test_gradients_within_a_tuple_are_converted():
+    def update(updates, state, params=None, *, value_and_grad_fn):
+        value, (grads, _) = value_and_grad_fn(params)
+        return jax.tree.map(lambda u, g: -(u + value * g), updates, grads), state
+
+    state, plan = padded({"w": jnp.ones((7, 5))}, update)
+
+    def function(p):
+        assert p["w"].shape == (7, 6)  # as it is stored
+        return 2.0, [jax.tree.map(jnp.ones_like, p), None]
+
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    updates, _ = state.tx.update(grads, state.opt_state, state.params, value_and_grad_fn=function)
+    np.testing.assert_array_equal(np.asarray(updates["w"])[:, :5], -3 * np.ones((7, 5)))
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Model:
+    """Parameters that can be called, as those of Equinox can."""
+
+    w: Any
+
+    def __call__(self, x):
+        return x @ self.w
+
+
+def test_parameters_that_can_be_called_are_no_functions():
+    def update(updates, state, params=None, *, grad):
+        assert isinstance(grad, Model)
+        return jax.tree.map(lambda u, g: -(u + g), updates, grad), state
+
+    state, _ = padded(Model(jnp.ones((7, 5))), update)
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    updates, _ = state.tx.update(grads, state.opt_state, state.params, grad=grads)
+    np.testing.assert_array_equal(np.asarray(updates.w)[:, :5], -2 * np.ones((7, 5)))
