@@ -105,6 +105,15 @@ def spent_on(what: str, items: Iterator[T]) -> Iterator[T]:
         yield item
 
 
+class collecting(doing):
+    """A context that waits for files of other processes, of which no call is expected."""
+
+    @property
+    def ranks(self) -> set[int]:
+        """The processes whose calls it waits for."""
+        return set()
+
+
 class calling(doing):
     """A context of a call that returns at once, unless XLA:CPU runs it in this thread."""
 
@@ -133,7 +142,7 @@ class Place(NamedTuple):
     Attributes:
       text: what it does, with the line of the user's code.
       seconds: for how long.
-      is_busy: it works by itself, such as compiling.
+      is_busy: it works by itself, such as compiling or writing a save, in some thread.
       has_ended: its script has ended, so that it makes no further call.
       only_waits: it waits for others, and does nothing else that gshard knows of.
       handles: the exception that it handles there, see `handled`.
@@ -210,16 +219,15 @@ def place(unfinished: Call | None) -> Place:
     own = [x for x in running() if x.thread == main]
     others = [x for x in running() if x.thread != main]
     waits, line, handles = all(x.waits for x in running()), main_line(), handled(main)
+    busy = not all(x.waits for x in {x.thread: x for x in running()}.values())  # now, in a thread
     if own and not _script_ended:
-        found, busy = own[-1], not own[-1].waits
-        text = f"{found}{at(line)}"
-        return Place(text, now - found.began, busy, only_waits=waits, handles=handles)
+        text, since = f"{own[-1]}{at(line)}", now - own[-1].began
+        return Place(text, since, busy, only_waits=waits, handles=handles)
     if unfinished is not None:
-        text = f"in {unfinished}{at(line)}"
-        return Place(text, now - unfinished.began, only_waits=waits, handles=handles)
+        text, since = f"in {unfinished}{at(line)}", now - unfinished.began
+        return Place(text, since, busy, only_waits=waits, handles=handles)
     if others:
-        found = others[0]
-        return Place(f"{found}, in the background", now - found.began, not found.waits)
+        return Place(f"{others[0]}, in the background", now - others[0].began, busy)
     since = now - (_BEGAN if _last_call is None else _last_call.began)
     if _script_ended:  # one that has failed ends soon
         return Place(last_words(), since, has_ended=not _script_failed)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from errno import ENOENT
 from pathlib import Path
 
-from gshard._util.activity import doing, saved
+from gshard._util.activity import collecting, doing, saved
 from gshard.checkpoint.manifest import PROCESS_MANIFESTS, process_manifest
 from gshard.checkpoint.store import Draft
 from gshard.distributed import unfinished
@@ -116,7 +116,8 @@ class BackgroundSave:
         expected = {Path(process_manifest(rank)).name for rank in range(self.processes)}
         own, end = Path(process_manifest(self.process)).name, None
         folder, began = self.draft.folder / PROCESS_MANIFESTS, time.monotonic()
-        with doing(f"the save of step {self.draft.step}, for the files of the others", waits=True):
+        what = f"the save of step {self.draft.step}, for the files of the others"
+        with collecting(what, waits=True):
             while True:
                 looked = time.monotonic()
                 written = self.draft.written_manifests()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from gshard._util.errors import GShardError, some, warn
 from gshard.checkpoint.manifest import PROCESS_MANIFESTS, Listed, Segment, is_in, unsealed
-from gshard.checkpoint.step_files import Progress, StepFiles, ignore, why
+from gshard.checkpoint.step_files import Progress, StepFiles, StoreError, ignore, why
 from gshard.checkpoint.step_info import DATA, DESCRIPTION, MANIFEST, DamagedInfoError, StepInfo
 
 _LISTED_FOLDERS = (PROCESS_MANIFESTS, DATA, "array_metadatas")  # read by the names in them
 _MOST = 2**28  # bytes of a manifest
 DIFFERS = "differs from what was written"
+_PASSING = (  # of a network file system, of this process, of permissions
+    errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN,
+    errno.ECONNREFUSED, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR,
+    errno.EACCES, errno.EPERM,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ def find_damages(
         return [error.args[0]]
     except OSError as error:  # of a folder in the step
         name = PurePosixPath(str(error.filename)).relative_to(str(step)).as_posix()
-        return [Damage(name, f"cannot be read ({why(error)})")]
+        return [_unread(step, name, error)]
     for name in sorted(own):
         found += _damages_of_file(step, name, own[name], progress)
     return found
@@ -163,7 +169,7 @@ def read_manifest(step: StepFiles, name: str, segments: Sequence[Segment] | None
     try:
         return unsealed(step.read(name, _MOST))
     except OSError as error:
-        raise DamagedFileError(Damage(name, f"cannot be read ({why(error)})")) from error
+        raise DamagedFileError(_unread(step, name, error)) from error
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise DamagedFileError(Damage(name, DIFFERS)) from None
 
@@ -185,9 +191,19 @@ def _damages_of_file(
     except (FileNotFoundError, NotADirectoryError):
         return [Damage(name, "is missing", arrays)]
     except OSError as error:
-        return [Damage(name, f"cannot be read ({why(error)})", arrays)]
+        return [_unread(step, name, error, arrays)]
     bad = [x for x, checksum in zip(segments, found, strict=True) if x[1] != checksum]
     return [Damage(name, DIFFERS, _arrays_in(bad))] if bad else []
+
+
+def _unread(step: StepFiles, name: str, error: OSError, arrays: tuple[str, ...] = ()) -> Damage:
+    """The damage of a file that cannot be read, unless that says nothing of the file."""
+    if error.errno in _PASSING:
+        raise StoreError(
+            f"{step}/{name} cannot be read: {why(error)}. That does not mean that it is damaged: "
+            "check the file system and the permissions, and try again."
+        ) from error
+    return Damage(name, f"cannot be read ({why(error)})", arrays)
 
 
 def _arrays_in(segments: Iterable[Segment]) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from gshard._util.durable import (
     rename,
     write_file,
 )
-from gshard._util.errors import GShardError, some
+from gshard._util.errors import GShardError, some, warn
 from gshard._util.validation import shown
 from gshard.checkpoint.checksums import Damage, verify_step
 from gshard.checkpoint.disk_lock import is_locked_by, lock, unlock
@@ -33,7 +33,7 @@ from gshard.checkpoint.manifest import PROCESS_MANIFESTS
 from gshard.checkpoint.orbax import ARRAYS
 from gshard.checkpoint.own_files import begin_files, combine
 from gshard.checkpoint.read_arrays import read_arrays
-from gshard.checkpoint.step_files import StepFolder
+from gshard.checkpoint.step_files import StepFolder, StorageError
 from gshard.checkpoint.step_info import DAMAGED, DATA, DESCRIPTION, STEP, WRITTEN_LAST, StepInfo
 from gshard.checkpoint.store import Wanted, Wants
 
@@ -74,6 +74,7 @@ class Disk:
     def __init__(self, directory: Path):
         self.directory = directory
         self._lock: int | None = None
+        self._told_of_links = False
         self._unlock: Callable[[], object] = str
 
     def __str__(self) -> str:
@@ -85,11 +86,19 @@ class Disk:
         A folder named by a number is a step if gshard wrote into it.
         """
         try:
-            found = [x.name for x in os.scandir(self.directory) if x.is_dir(follow_symlinks=False)]
+            entries = [x for x in os.scandir(self.directory) if x.is_dir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise GShardError(f"{self} cannot be read: {error.strerror}.") from error
+            raise StorageError(f"{self} cannot be read: {error.strerror}.") from error
+        found = [x.name for x in entries if not x.is_symlink()]
+        links = sorted(x.name for x in entries if x.is_symlink() and STEP.fullmatch(x.name))
+        if links and not self._told_of_links:
+            self._told_of_links = True
+            warn(
+                f"{self}: {some(links)} is a symbolic link, and no step to gshard, which would "
+                "not know what it may delete. Move the folder itself there."
+            )
         numbers = [name for name in found if STEP.fullmatch(name)]
         return sorted(int(x) for x in numbers if any(map(os.path.lexists, self._written_last(x))))
 

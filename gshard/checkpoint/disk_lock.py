@@ -8,8 +8,9 @@ import os
 import stat
 from pathlib import Path
 
-from gshard._util.errors import CallOrderError, GShardError, warn
+from gshard._util.errors import GShardError, warn
 from gshard._util.open_files import closed_in_forks
+from gshard.checkpoint.step_files import InUseError
 
 LOCK = ".gshard_lock"
 
@@ -44,7 +45,7 @@ def lock(directory: Path) -> int:
     except BlockingIOError as error:
         who = os.read(descriptor, 200).decode(errors="replace").strip()
         unlock(descriptor)
-        raise CallOrderError(
+        raise InUseError(
             f"{directory}: {who or 'another process'} writes its checkpoints there. Choose another "
             "directory, or end that one (in this process: checkpointer.close())."
         ) from error

@@ -24,7 +24,7 @@ from typing import Any
 from gshard._util.activity import doing
 from gshard._util.errors import CallOrderError, GShardError
 from gshard.checkpoint.bucket import Bucket
-from gshard.checkpoint.step_files import StoreError
+from gshard.checkpoint.step_files import InUseError, StoreError
 
 FOLDER = ".gshard_lock"
 PERIOD = 10.0  # seconds between renewals
@@ -128,7 +128,7 @@ class Lease:
                     raise self._refused(now)
 
     def _refused(self, other: dict[str, Any]) -> GShardError:
-        return CallOrderError(
+        return InUseError(
             f"{self._bucket}: {_who(other)} writes its checkpoints there. Choose another address, "
             "or end that one (in this process: checkpointer.close())."
         )

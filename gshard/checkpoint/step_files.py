@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from gshard._util.crc32 import crc32
 from gshard._util.durable import read_regular
-from gshard._util.errors import GShardError
+from gshard._util.errors import CallOrderError, GShardError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,19 +25,27 @@ Progress = Callable[[int], object]  # called with the number of bytes of every b
 
 
 class StoreError(Exception):
-    """An object store refused a request, or did not answer.
+    """An object store or a disk refused a request, or did not answer.
 
     It is no `OSError`, which tells that a file is damaged: nothing is known of the files.
     """
 
 
+class StorageError(GShardError):
+    """A `StoreError`, as a user's call raises it: a later try may succeed."""
+
+
+class InUseError(CallOrderError):
+    """Another process writes its checkpoints there."""
+
+
 @contextmanager
 def store_errors_explained() -> Iterator[None]:
-    """A `StoreError` becomes a `GShardError`, as a user's call raises it."""
+    """A `StoreError` becomes a `StorageError`."""
     try:
         yield
     except StoreError as error:
-        raise GShardError(str(error)) from error
+        raise StorageError(str(error)) from error
 
 
 def ignore(count: int) -> None:

@@ -31,6 +31,8 @@ GRACE = "GSHARD_GRACE"
 
 # The first that is set says which GPUs this process sees, and is set for those that it starts.
 _VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+_DRIVER_TIMEOUT = 20.0  # seconds
+_NO_GPU = ("", "-1", "NoDevFiles", "none", "void")  # as Slurm and container runtimes write it
 _FORCED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
 
@@ -112,12 +114,24 @@ class TooFewDevicesError(GShardError, RuntimeError):
 
 def visible_gpus() -> list[str]:
     """Returns the names of the GPUs that this process sees, from its variables or the driver."""
+    if os.environ.get("JAX_PLATFORMS", "") == "cpu":
+        return []
     for name in _VISIBLE:
         if (given := os.environ.get(name)) is not None:
-            return [d.strip() for d in given.split(",") if d.strip() not in ("", "-1")]
-    if os.environ.get("JAX_PLATFORMS", "") == "cpu" or not (program := shutil.which("nvidia-smi")):
+            return [d.strip() for d in given.split(",") if d.strip() not in _NO_GPU]
+    if not (program := shutil.which("nvidia-smi")):
         return []
-    found = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=60)
+    try:
+        found = subprocess.run(
+            [program, "-L"], capture_output=True, text=True, timeout=_DRIVER_TIMEOUT
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        late = isinstance(error, subprocess.TimeoutExpired)
+        raise GShardError(
+            f"{program} -L, which lists the GPUs, "
+            f"{'does not answer' if late else f'cannot run ({error})'}. `gshard doctor` says more. "
+            f"To go on without it, name the GPUs in {_VISIBLE[0]}, or give JAX_PLATFORMS=cpu."
+        ) from error
     lines = [line for line in found.stdout.splitlines() if line.startswith("GPU ")]
     return [str(i) for i in range(len(lines))]
 

@@ -26,7 +26,7 @@ HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT = 10, 300  # seconds
 
 _NEED = "Call gshard.distributed.initialize() first, before any other use of JAX in the program."
 # Where more than one process runs under these, one that joins none of the others is a mistake.
-_CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 _joined: list[tuple[JobPosition, JobPosition]] = []  # the arguments, and the resulting position
 watchdogs: list[Watchdog] = []  # that of this process, once it has joined others
@@ -248,7 +248,7 @@ def _join_detected(
     _: JobPosition, bind_address: str | None, hang_timeout: int, **options: Any
 ) -> None:
     """Joins the job that JAX detects; if it detects none, this process is alone."""
-    several = [f"{v}={n}" for v in _CLUSTERS if (n := os.environ.get(v)) not in (None, "", "1")]
+    several = [f"{v}={n}" for v in CLUSTERS if (n := os.environ.get(v)) not in (None, "", "1")]
     if _jax_has_started():
         if several:
             raise CallOrderError(

@@ -284,6 +284,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_unspecified(host: str) -> bool:
+    """Whether an address stands for all of a machine's own, such as 0.0.0.0."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False
+
+
 def resolved(host: str) -> str:
     """Returns the address that this machine has for a host, or the host itself if it has none."""
     try:

@@ -20,7 +20,7 @@ from gshard.checkpoint.checksums import DamagedCheckpointError, find_damages
 from gshard.checkpoint.manifest import write_manifests
 from gshard.checkpoint.orbax import epath
 from gshard.checkpoint.quiet_orbax import orbax_module
-from gshard.checkpoint.step_files import StepFolder
+from gshard.checkpoint.step_files import StepFolder, store_errors_explained
 from gshard.distributed.agree import run_on_all
 from gshard.wrapped.state_dict import is_numeric
 
@@ -124,7 +124,9 @@ def load(path: str | Path) -> dict[str, Any]:
     if not found:
         what = "contains no saved state dict" if folder.exists() else "does not exist"
         raise GShardError(f"load: {folder} {what}. Pass the path that save() was given.")
-    if bad := find_damages(StepFolder(found[0])):
+    with store_errors_explained():
+        bad = find_damages(StepFolder(found[0]))
+    if bad:
         raise DamagedCheckpointError(f"load: {found[0]} is damaged: {some(bad)}.", {0: bad})
     try:
         # By the handler: a Checkpointer waits for all processes, and one may load alone.

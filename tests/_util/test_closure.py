@@ -199,6 +199,16 @@ def test_what_counts_as_a_change(name):
     assert len(caught) == changes
 
 
+def test_an_array_is_compared_of_which_a_loss_calls_a_method():
+    target = jnp.ones(2)
+    outside = OutsideValues(lambda x: target.reshape(-1, 1), "the loss")
+    outside.look(1.0)
+    outside.look(1.0)
+    target = jnp.ones(2)
+    with pytest.warns(gshard.GShardWarning, match="the loss reads target.reshape from outside"):
+        outside.look(1.0)
+
+
 def test_an_attribute_of_the_class_is_compared():
     class Own:
         scale = 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import json
@@ -25,6 +26,7 @@ from gshard._util import crc32
 from gshard._util.pytree import flatten
 from gshard.checkpoint import manifest as manifests
 from gshard.checkpoint import step_files
+from gshard.checkpoint.step_files import StepFolder
 from tests.checkpoint import checkpoint_worker
 from tests.checkpoint.soak_checkpoints import Life, live
 from tests.tiers import quick
@@ -224,6 +226,25 @@ def test_a_damaged_file_is_named_whichever_it_is(damage, saved, tmp_path):
         OF_A_FILE[damage](step / name)
         assert_found(saved, name)
         shutil.rmtree(step)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EMFILE, errno.EACCES])
+def test_an_error_that_may_pass_is_no_damage(saved, monkeypatch, number):
+    """The newest step is neither passed over nor set aside."""
+    checksums = StepFolder.checksums
+
+    def fails(step, name, *given):
+        if int(step.name) == saved.newest and name.startswith("arrays/"):
+            raise OSError(number, os.strerror(number))
+        return checksums(step, name, *given)
+
+    monkeypatch.setattr(StepFolder, "checksums", fails)
+    with gshard.Checkpointer(saved.directory) as checkpointer:
+        for call in (lambda: checkpointer.restore(like=saved.state), checkpointer.verify):
+            with pytest.raises(gshard.GShardError, match=f"{os.strerror(number)}. That does not"):
+                call()
+        monkeypatch.setattr(StepFolder, "checksums", checksums)
+        assert checkpointer.restore(like=saved.state).step == saved.newest
 
 
 def test_what_is_not_of_a_step_is_named(saved, tmp_path):

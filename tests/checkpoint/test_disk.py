@@ -273,3 +273,16 @@ def test_the_disk_of_one_of_two_processes(tmp_path, monkeypatch):
     assert all("step 2 was not saved" in text and "process 1: " in text for text in said[0][:2])
     checkpointer = gshard.Checkpointer(tmp_path / "steps")
     assert_there(checkpointer, 1, 2, 3)
+
+
+def test_a_link_to_a_step_is_said_to_be_none(tmp_path):
+    state, _ = state_of(16)
+    run = tmp_path / "run"
+    with gshard.Checkpointer(run) as checkpointer:
+        checkpointer.save(1, state)
+    (run / "1").rename(tmp_path / "archived")
+    (run / "1").symlink_to(tmp_path / "archived")
+    checkpointer = gshard.Checkpointer(run)
+    with pytest.warns(gshard.GShardWarning, match="run: 1 is a symbolic link, and no step") as said:
+        assert checkpointer.latest_step() is None and checkpointer.all_steps() == []
+    assert len(said) == 1

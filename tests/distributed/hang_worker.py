@@ -64,7 +64,7 @@ def main(case: str, folder: str, patient: str = "") -> None:
     step = gshard.make_train_step(slow_to_trace if case == "compiles" else loss_fn, plan)
     checkpointer = gshard.Checkpointer(folder)
     rng = np.random.default_rng(rank)
-    for i in range(1, 11):
+    for i in range(1, 121 if case == "slow save behind steps" else 11):
         x = rng.normal(size=(8, 16)).astype(np.float32)
         if rank == 1 and i == AT:
             if case == "smaller batch":
@@ -105,11 +105,17 @@ def main(case: str, folder: str, patient: str = "") -> None:
                     raise ValueError("no column x")
                 finally:
                     checkpointer.save(AT, state)
-        if case in ("disk does not answer", "slow save") and i == AT:
+        if case in ("disk does not answer", "slow save", "slow save behind steps") and i == AT:
             if rank == 1:
-                delay_files(7 if case == "slow save" and not patient else 1000)
+                delay_files(7 if case != "disk does not answer" and not patient else 1000)
             checkpointer.save(AT, state)
-            checkpointer.wait()
+            if case != "slow save behind steps":
+                checkpointer.wait()
+        if case == "slow save behind steps":  # its processes are at different lines
+            if rank == 0:
+                time.sleep(0.1)
+            else:
+                time.sleep(0.1)
     checkpointer.close()
     print("trained", flush=True)
 

@@ -18,8 +18,8 @@ import pytest
 
 from gshard._util import activity
 from gshard._util.activity import Place
-from gshard.distributed import places
-from gshard.distributed.places import Meeting, Member, Server
+from gshard.distributed import places, watchdog
+from gshard.distributed.places import Group, Meeting, Member, Server
 from gshard.distributed.rendezvous import Address, listen
 from tests.jobs import launch, running
 from tests.processes import run_together
@@ -140,7 +140,7 @@ def test_a_disk_that_does_not_answer_is_named(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["compiles", "slow save", "starts late"])
+@pytest.mark.parametrize("case", ["compiles", "slow save", "slow save behind steps", "starts late"])
 def test_work_that_takes_long_does_not_end_the_job(tmp_path, case):
     patient = ["--hang_timeout", "600"] if case == "starts late" else []
     code, said, logs = run(tmp_path, case, *patient, limit=150)
@@ -202,6 +202,24 @@ def test_a_place_is_what_runs_and_the_line_of_the_user():
     threading.Thread(target=save).start()
     assert done.wait(10)
     assert seen == ["busy with the save of step 3, in the background"]
+
+
+def test_a_process_that_writes_a_save_beside_its_steps_is_busy():
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(threading.get_ident).result()
+        writing = activity.doing("the save of step 3", thread=thread)
+        with writing, activity.doing("save(3)", waits=True):
+            assert activity.place(None).is_busy
+        with writing, activity.collecting("files", waits=True, thread=thread):
+            assert not activity.place(None).is_busy
+
+
+def test_a_script_that_has_ended_may_have_written_its_files():
+    """Which others may see later, on a network file system."""
+    groups = [Group("saving", [0], 1.0), Group("at its end", [1], 1.0, has_ended=True)]
+    for kind, expected in ((activity.doing, [1]), (activity.collecting, [])):
+        wait = watchdog._Wait(kind("save", waits=True), "save", 40.0, "")
+        assert watchdog._ended(wait, groups) == expected
 
 
 def test_a_place_names_the_exception_that_is_handled_there():

@@ -44,6 +44,8 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], to: Connection, err: Co
     except SystemExit as error:
         if error.code not in (0, None):
             at_exit_with(error.code if isinstance(error.code, int) else 1)
+        else:
+            _send(to, None, func)
         raise
     except BaseException as error:
         own = error.__traceback__ and error.__traceback__.tb_next  # without the frame above
@@ -63,15 +65,21 @@ def _packed(error: BaseException) -> bytes | None:
         return None
 
 
-def _send(to: Connection, value: Any, func: Callable[..., Any]) -> None:
-    def on_host(x: Any) -> Any:
+def on_host(value: Any) -> Any:
+    """Returns a tree with NumPy arrays in place of JAX's, except for typed random keys."""
+
+    def moved(x: Any) -> Any:
         is_array = isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
         return np.asarray(x) if is_array else x
 
     with suppress(TypeError, ValueError):  # no tree to JAX: a dictionary with keys of two types
-        value = jax.tree.map(on_host, value)
+        return jax.tree.map(moved, value)
+    return value
+
+
+def _send(to: Connection, value: Any, func: Callable[..., Any]) -> None:
     try:
-        to.send(Result(value))
+        to.send(Result(on_host(value)))
     except Exception as error:
         what = getattr(func, "__name__", repr(func))
         raise TypeError(

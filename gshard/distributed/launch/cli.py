@@ -17,7 +17,7 @@ from pathlib import Path
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import check_integer, with_known_spelling
 from gshard.distributed.env_vars import chosen_gpus, device_shares, devices_of, visible_gpus
-from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
+from gshard.distributed.initialize import CLUSTERS, HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
 from gshard.distributed.launch.background_writer import background_output, say
 from gshard.distributed.launch.compilation_cache import OFF, VARIABLE
 from gshard.distributed.launch.elastic import JOIN_TIMEOUT, MAX_RESTARTS, run_elastic
@@ -26,7 +26,13 @@ from gshard.distributed.launch.exit_status import report
 from gshard.distributed.launch.job import Request, collected_signals, run_job
 from gshard.distributed.launch.restarts import Failure, Restarts
 from gshard.distributed.machines import Machines, check_batch_size, parse_machines
-from gshard.distributed.rendezvous import Address, address, is_loopback, resolved
+from gshard.distributed.rendezvous import (
+    Address,
+    address,
+    is_loopback,
+    is_unspecified,
+    resolved,
+)
 from gshard.distributed.watchdog import HANG_TIMEOUT
 
 _EXAMPLES = """examples:
@@ -40,7 +46,7 @@ _EXAMPLES = """examples:
       on each of up to four machines: an elastic job, which goes on with those that are left
 exit code:
   that of the first process to fail (128 + the signal that killed it); 75 when the job was told to
-  stop (SIGTERM, SIGUSR1) and all processes did so in order; 130 after Ctrl-C
+  stop (SIGTERM, SIGUSR1, SIGHUP) and all processes did so in order; 130 after Ctrl-C
 """
 
 # Options that scripts rarely have themselves.
@@ -71,8 +77,20 @@ def say_misplaced(asked: Request) -> None:
         )
 
 
+def say_started_often(asked: Request) -> None:
+    """Says if a cluster starts this launcher several times, each with a job of its own."""
+    several = [f"{v}={n}" for v in CLUSTERS if (n := os.environ.get(v)) not in (None, "", "1")]
+    if asked.nnodes == 1 and several:
+        say(
+            f"gshard: {several[0]} says that this launcher was started several times. Without "
+            "--nnodes each starts a job of its own. Start one launcher on each machine, with "
+            "--nnodes, --rank and --master; or start the script itself, without a launcher."
+        )
+
+
 def _run(asked: Request, signals: list[int]) -> int:
     say_misplaced(asked)
+    say_started_often(asked)
     if asked.elastic is not None and isinstance(asked.master, Address):
         return run_elastic(asked, asked.master, signals)
     began, count, restarts = time.monotonic(), 0, Restarts(asked.max_restarts)
@@ -364,6 +382,11 @@ def _check_machines(asked: Request) -> None:
         return
     if asked.elastic is not None and is_loopback(master.host):
         return  # to try it out: all launchers are on this machine
+    if is_unspecified(master.host):
+        raise GShardError(
+            f"--master {master} is no address that other machines can reach. Name the one by "
+            "which they reach machine 0."
+        )
     # Debian and Ubuntu write a machine's own name into its /etc/hosts as 127.0.1.1.
     found = master.host if rank else resolved(master.host)
     if is_loopback(found):

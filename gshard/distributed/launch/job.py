@@ -289,14 +289,18 @@ def _memory_kills() -> int:
 def collected_signals() -> Iterator[list[int]]:
     """Collects SIGTERM and SIGINT in a list instead of letting them end this program.
 
-    SIGUSR1 counts as SIGTERM.
+    SIGUSR1 counts as SIGTERM, and so does SIGHUP, of a terminal that was closed, unless it is
+    ignored, as under `nohup`.
     """
     signals: list[int] = []
 
     def collect(number: int, frame: object) -> None:
-        signals.append(signal.SIGTERM if number in STOP_SIGNALS else number)
+        signals.append(number if number == signal.SIGINT else signal.SIGTERM)
 
-    before = {n: signal.signal(n, collect) for n in (*STOP_SIGNALS, signal.SIGINT)}
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else []
+    before = {n: signal.signal(n, collect) for n in (*STOP_SIGNALS, signal.SIGINT, *hangup)}
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # then no exit code is known
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield signals
     finally:

@@ -12,10 +12,11 @@ _LONGEST = 60.0  # seconds before a restart
 _SHOWN = 200  # characters of an error
 
 # How an error begins that comes from outside the program, so that the next try may be without it:
-# the network, a disk, a port, another machine.
+# the network, a disk, a port, another machine, or an earlier job that still holds the checkpoints.
 _OUTSIDE = re.compile(
     r"([\w.]+\.)?(OSError|IOError|ConnectionError|Connection\w+Error|BrokenPipeError|TimeoutError|"
-    r"URLError|HTTPError|gaierror|NotArrivedError|PortTakenError|BarrierError|SaveFailedError)\b"
+    r"URLError|HTTPError|gaierror|NotArrivedError|PortTakenError|BarrierError|SaveFailedError|"
+    r"FailedError|StorageError|InUseError)\b"
 )
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 

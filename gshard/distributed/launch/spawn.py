@@ -17,14 +17,20 @@ from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from gshard._util.errors import ArgumentTypeError, CallOrderError, GShardError, did_you_mean
+from gshard._util.errors import (
+    ArgumentTypeError,
+    CallOrderError,
+    GShardError,
+    did_you_mean,
+    without_partial,
+)
 from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import check_integer, flag, shown
 from gshard.distributed import env_vars
 from gshard.distributed.env_vars import chosen_gpus, device_shares, visible_gpus
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE, STOP_SIGNALS, is_default
 from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
-from gshard.distributed.launch.child import Failure, Result, run
+from gshard.distributed.launch.child import Failure, Result, on_host, run
 from gshard.distributed.launch.exit_status import first_cause, in_words, meaning
 from gshard.distributed.launch.output import Lines, Stream
 from gshard.distributed.launch.supervisor import Child, Supervisor
@@ -62,7 +68,7 @@ def spawn(
     Args:
       func: a function at the top of a module; the program that calls `spawn` does so under
         `if __name__ == "__main__":`. It calls `gshard.distributed.initialize()` before it uses JAX.
-      args: the arguments of `func`, the same for every process.
+      args: the arguments of `func`, the same for every process; JAX arrays as NumPy arrays.
       nprocs: number of processes; -1 starts one for each visible GPU or, without a GPU, one for
         each CPU core.
       join: whether to wait for all processes; False returns at once.
@@ -90,6 +96,11 @@ def spawn(
             "spawn was called in a process that spawn or launch has started. Call it in the "
             'program that starts them, under `if __name__ == "__main__":`, since every new process '
             "imports that program."
+        )
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        raise CallOrderError(
+            "spawn: this program ignores SIGCHLD, and so does not learn how its processes end. "
+            "Call signal.signal(signal.SIGCHLD, signal.SIG_DFL) before."
         )
     for name, value in (("join", join), ("daemon", daemon)):
         flag(name, value)
@@ -243,7 +254,7 @@ class Spawned:
 
     def terminate(self) -> None:
         """Ends all processes that still run: SIGTERM, and SIGKILL after three seconds."""
-        self._terminated = self._watch.is_alive()
+        self._terminated |= self._watch.is_alive()
         self._end.set()
         self._watch.join()
 
@@ -268,8 +279,16 @@ class Spawned:
         ends = self._supervisor.ends
         codes = {end.code for end in ends.values()}
         unread = [child.rank for child in self._children if isinstance(child.sent, Failure)]
-        if self._terminated or (codes == {0} and not unread):
+        unsent = [x.rank for x in self._children if x.sent is None and ends[x.rank].code == 0]
+        if self._terminated or (codes == {0} and not unread and not unsent):
             return
+        if unsent:  # the others have lost it
+            raise ProcessFailedError(
+                f"process {unsent[0]} of {len(self.processes)} ended with the exit code 0 before "
+                "its function returned, as after os._exit(0).",
+                unsent[0],
+                0,
+            )
         if codes <= {0, PREEMPTED_EXIT_CODE} and not unread:
             raise SystemExit(PREEMPTED_EXIT_CODE)
         failed = [end for end in ends.values() if end.code]
@@ -372,11 +391,13 @@ def _call(func: Any, args: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             "args=(config,)."
         )
     main = getattr(sys.modules["__main__"], "__file__", None) or ""
-    if getattr(func, "__module__", "") == "__main__" and not os.path.exists(main):
+    own = without_partial(func)
+    if getattr(own, "__module__", "") == "__main__" and not os.path.exists(main):
         raise ArgumentTypeError(
-            f"spawn: {getattr(func, '__name__', func)} was defined at a prompt, in a notebook or "
+            f"spawn: {getattr(own, '__name__', own)} was defined at a prompt, in a notebook or "
             "in `python -c`, where no new process finds it. Write it into a file and import it."
         )
+    args = tuple(map(on_host, args))  # the new processes call initialize() before they use JAX
     for what, value in (("func", func), *((f"args[{i}]", a) for i, a in enumerate(args))):
         try:
             ForkingPickler.dumps(value)
@@ -390,7 +411,7 @@ def _call(func: Any, args: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             raise ArgumentTypeError(
                 f"spawn: {what}={shown(value)} cannot be sent to another process ({error}). {fix}"
             ) from error
-    return func, tuple(args)
+    return func, args
 
 
 def _count(nprocs: Any, devices: list[str] | None, virtual: int | None) -> int:

@@ -39,6 +39,11 @@ def rank_of_alone() -> tuple[int, int]:
     return gshard.distributed.process_index(), gshard.distributed.process_count()
 
 
+def kind_of(params: dict[str, object]) -> tuple[str, int]:
+    gshard.distributed.initialize()
+    return type(params["w"]).__name__, gshard.distributed.process_count()
+
+
 def fails(how: str, rank: int) -> str:
     """One rank fails, the others wait for it."""
     gshard.distributed.initialize()

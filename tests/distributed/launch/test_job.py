@@ -20,7 +20,7 @@ import gshard
 from gshard.cli.main import main
 from gshard.distributed.exit import STOP_SIGNALS
 from gshard.distributed.launch import output, supervisor
-from gshard.distributed.launch.cli import request, say_misplaced
+from gshard.distributed.launch.cli import request, say_misplaced, say_started_often
 from gshard.distributed.launch.event_log import EventLog, Status
 from gshard.distributed.launch.exit_status import (
     End,
@@ -341,6 +341,33 @@ def test_a_single_process_is_preempted_too(tmp_path):
         assert job.out.count("saved at") == 1
 
 
+def test_a_terminal_that_is_closed_stops_the_job_in_order(tmp_path):
+    with running(launch("--nproc_per_node", 2, WORKER, "until_told"), tmp_path) as job:
+        job.until_training()
+        job.process.send_signal(signal.SIGHUP)
+        assert job.code() == gshard.distributed.PREEMPTED_EXIT_CODE, job.err
+        assert len(set(re.findall(r"saved at (\d+)", job.out))) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGCHLD])
+def test_signals_that_the_parent_ignores(tmp_path, number):
+    """As under `nohup`, where the job goes on; and where children leave no exit code."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time\nos.kill(os.getppid(), signal.SIGHUP)\ntime.sleep(0.3)\nexit(3)"
+    )
+    start = f"import os, signal, sys; signal.signal({int(number)}, signal.SIG_IGN); "
+    start += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    words = ["-m", "gshard", "launch", "--virtual_devices", "1", str(script)]
+    done = subprocess.run(
+        [sys.executable, "-c", start, *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    assert done.returncode == (3 if number == signal.SIGHUP else 143)
+
+
 @pytest.mark.slow
 def test_who_does_not_listen_is_killed_after_a_while(tmp_path):
     command = launch("--nproc_per_node", 2, "--grace", 1, WORKER, "until_told", "False")
@@ -465,6 +492,14 @@ BAD = {
     "loopback for machines": (
         ["--nnodes", "2", "--rank", "0", "--master", "127.0.0.1:1", SCRIPT],
         "is this machine alone",
+    ),
+    "no address of a machine": (
+        ["--nnodes", "2", "--rank", "0", "--master", "0.0.0.0:1", SCRIPT],
+        "--master 0.0.0.0:1 is no address that other machines can reach",
+    ),
+    "no address of a machine for a range": (
+        ["--nnodes", "2:4", "--master", "[::]:1", SCRIPT],
+        "is no address that other machines can reach",
     ),
     "no port": (["--master", "here", SCRIPT], "'host:port'"),
     "port too high": (["--master", "here:70000", SCRIPT], "70000 is not a port"),
@@ -598,8 +633,9 @@ def test_a_log_that_cannot_be_written_is_said(tmp_path):
 # ---- devices ------------------------------------------------------------------------------------
 
 
-def variables_of(monkeypatch, visible, *words):
+def variables_of(monkeypatch, visible, *words, platforms=""):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
     asked = request([*words, SCRIPT])
     return asked.nproc_per_node, [v.get("CUDA_VISIBLE_DEVICES") for v in asked.variables]
 
@@ -613,6 +649,39 @@ def test_gpus_are_split_between_processes(monkeypatch):
     assert found == (2, ["4,5", "6,7"])
     found = variables_of(monkeypatch, "4,5", "--selected_gpus", "5")
     assert found == (1, ["5"])
+
+
+def test_no_gpu_is_seen_where_jax_uses_the_cpu_or_the_scheduler_names_none(monkeypatch):
+    assert variables_of(monkeypatch, "NoDevFiles", "--nproc_per_node", "2") == (2, [None, None])
+    assert variables_of(monkeypatch, "4,5", platforms="cpu") == (1, [None])
+
+
+def test_a_driver_that_does_not_answer_is_said(tmp_path, monkeypatch, capsys):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 100\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("gshard.distributed.env_vars._DRIVER_TIMEOUT", 0.2)
+    assert main(["launch", SCRIPT]) == 2
+    said = capsys.readouterr().err
+    assert f"{program} -L, which lists the GPUs, does not answer. `gshard doctor`" in said
+    program.write_text("no program")
+    assert main(["launch", SCRIPT]) == 2
+    assert f"{program} -L, which lists the GPUs, cannot run (" in capsys.readouterr().err
+
+
+def test_a_cluster_that_starts_the_launcher_several_times_is_said(monkeypatch, capsys):
+    for tasks, words, several in (
+        ("2", [SCRIPT], True),
+        ("1", [SCRIPT], False),
+        ("2", ["--nnodes", "2", "--rank", "0", "--master", "10.0.0.1:1", SCRIPT], False),
+    ):
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+        say_started_often(request(words))
+        said = capsys.readouterr().err
+        assert ("SLURM_STEP_NUM_TASKS=2 says that this launcher was started" in said) == several
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,11 @@ def forget_the_devices_of_the_tests(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
+def sees_gpus(monkeypatch, names: str) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+
+
 class Net(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -146,8 +151,34 @@ def test_a_process_that_failed_is_not_kept_by_its_threads():
 def test_a_function_of_a_prompt_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(functions.waits, "__module__", "__main__")
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    with pytest.raises(gshard.ArgumentTypeError, match="at a prompt, in a notebook"):
-        gshard.distributed.spawn(functions.waits, (0.0,), nprocs=1)
+    for function in (functions.waits, functools.partial(functions.waits, 0.0)):
+        with pytest.raises(gshard.ArgumentTypeError, match="waits was defined at a prompt, in a"):
+            gshard.distributed.spawn(function, (0.0,), nprocs=1)
+
+
+def test_arrays_of_jax_are_arguments():
+    """A process that makes one before `initialize` has started JAX alone."""
+    found = gshard.distributed.spawn(
+        functions.kind_of, ({"w": jnp.ones(3)},), nprocs=2, virtual_devices=1
+    )
+    assert found == [("ndarray", 2)] * 2
+
+
+def test_a_function_that_leaves_by_os_exit_is_named():
+    with pytest.raises(gshard.distributed.ProcessFailedError) as caught:
+        gshard.distributed.spawn(os._exit, (0,), nprocs=1, virtual_devices=1)
+    said = "process 0 of 1 ended with the exit code 0 before its function returned, as after os._e"
+    assert str(caught.value).startswith(said) and caught.value.exit_code == 0
+    assert gshard.distributed.spawn(sys.exit, (0,), nprocs=1, virtual_devices=1) == [None]
+
+
+def test_a_program_without_exit_codes_does_not_spawn(monkeypatch):
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(gshard.GShardError, match="ignores SIGCHLD, and so does not learn"):
+            gshard.distributed.spawn(functions.waits, (0.0,), nprocs=1)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.mark.slow
@@ -179,8 +210,9 @@ def test_join_may_wait_later_and_processes_can_be_ended():
     )
     assert spawned.join(timeout=0.2) is False
     assert all(process.is_alive() for process in spawned.processes)
-    spawned.terminate()
-    assert spawned.join() is True
+    for _ in range(2):
+        spawned.terminate()
+        assert spawned.join() is True
     assert not any(process.is_alive() for process in spawned.processes)
 
 
@@ -264,7 +296,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_refused_before_anything_starts(case, monkeypatch):
     if case == "both":
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        sees_gpus(monkeypatch, "0")
     call, said = BAD[case]
     with pytest.raises(gshard.GShardError) as caught:
         call()
@@ -282,7 +314,7 @@ def test_bad_input_is_refused_before_anything_starts(case, monkeypatch):
 )
 def test_gpus_as_paddle_checks_them(monkeypatch, visible, options, kind, said):
     """Paddle's D7."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    sees_gpus(monkeypatch, visible)
     with pytest.raises(kind, match=said):
         gshard.distributed.spawn(functions.waits, (0.0,), **options)
 
@@ -330,5 +362,5 @@ def test_as_many_processes_as_cores_by_default(monkeypatch):
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert _count(-1, None, 2) == os.cpu_count()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5")
+    sees_gpus(monkeypatch, "3,4,5")
     assert _count(-1, None, None) == 3
