@@ -236,11 +236,21 @@ def as_setup(given: Any) -> TrainSetup:
     return given if isinstance(given, TrainSetup) else TrainSetup(given)
 
 
+def _made(init: Callable[[], Any]) -> Any:
+    made = init()
+    if isinstance(made, TrainSetup):
+        raise GShardError(
+            "this function returns a TrainSetup, and no train state: pass what it returns, "
+            "setup() in place of setup."
+        )
+    return made
+
+
 def without_arrays(setup: TrainSetup) -> TrainSetup:
     """The same setup with an abstract state: an init function is traced once, for all plans."""
     if is_init(setup.state):
         try:
-            return dataclasses.replace(setup, state=abstract(setup.state))
+            return dataclasses.replace(setup, state=abstract(partial(_made, setup.state)))
         except GShardError:
             raise
         except Exception as error:

@@ -48,13 +48,23 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, name="gshard-save")
 
     def start(self) -> None:
-        """Starts the thread; not in `__init__`, so that Ctrl-C cannot lose a started one."""
+        """Starts the thread; not in `__init__`, so that Ctrl-C cannot lose a started one.
+
+        If the system starts no more threads, the save has failed: `wait_for_files` raises it.
+        """
         _running.add(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except Exception as error:
+            self._has_failed(error)
+        except BaseException:
+            if self._thread.ident is None:
+                _running.discard(self)
+            raise
 
     def wait_for_files(self) -> None:
         """Waits until this process has written its files, or raises why it could not."""
-        if self._thread.ident is None:
+        if self._thread.ident is None and not self._files.done():
             raise InterruptedError("it was interrupted before it began")
         self._files.result()
 
@@ -102,14 +112,18 @@ class BackgroundSave:
                     self.afterwards = error
             self._commit.set_result(None)
         except Exception as error:  # raised where somebody waits
-            if not self._files.done():
-                self._files.set_exception(error)
-            # `self` as the key would keep the directory locked.
-            _failed[self._given_up] = f"step {self.draft.step} was not saved: {error}"
-            self._commit.set_exception(error)
+            self._has_failed(error)
         finally:
             _running.discard(self)
             self.finish = bool  # it refers to the copies of the arrays
+
+    def _has_failed(self, error: Exception) -> None:
+        _running.discard(self)
+        if not self._files.done():
+            self._files.set_exception(error)
+        # `self` as the key would keep the directory locked.
+        _failed[self._given_up] = f"step {self.draft.step} was not saved: {error}"
+        self._commit.set_exception(error)
 
     def _all_files_written(self) -> bool:
         """Waits for the manifests of all processes; False if another process failed."""

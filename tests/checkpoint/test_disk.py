@@ -21,6 +21,7 @@ import pytest
 
 import gshard
 from gshard._util import durable
+from gshard.checkpoint import background_save
 from tests.checkpoint.checkpoint_worker import LOCK, files_end_at, saves_on_a_bad_disk
 
 # Orbax leaves its other writes behind when one fails.
@@ -273,6 +274,28 @@ def test_the_disk_of_one_of_two_processes(tmp_path, monkeypatch):
     assert all("step 2 was not saved" in text and "process 1: " in text for text in said[0][:2])
     checkpointer = gshard.Checkpointer(tmp_path / "steps")
     assert_there(checkpointer, 1, 2, 3)
+
+
+def test_a_save_whose_thread_cannot_start_has_failed(tmp_path, monkeypatch):
+    """And neither the next save nor the end of the program waits for it."""
+    state, _ = state_of(16)
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "gshard-save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with gshard.Checkpointer(tmp_path / "run") as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            checkpointer.save(1, state)
+        with pytest.raises(gshard.SaveFailedError, match="can't start new thread"):
+            checkpointer.wait()
+        assert not background_save._running
+        checkpointer.save(2, state)
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [2]
 
 
 def test_a_link_to_a_step_is_said_to_be_none(tmp_path):

@@ -8,6 +8,7 @@ A guardian kills whatever is left when this program itself is killed.
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -26,6 +27,7 @@ from gshard.distributed.unfinished import Work
 _TICK = 0.05  # seconds that one look at the processes waits for news of them
 _SETTLE = 2.0  # seconds in which those that lost a peer fail by themselves
 _FAILED_GRACE = 3.0  # seconds that the others have when one has failed
+_UNKILLABLE = 10.0  # seconds after SIGKILL
 _LATE_EXIT = 40.0  # seconds after the end of a script; the watchdog speaks after 30, if it can
 
 
@@ -153,8 +155,16 @@ class Supervisor:
         self._asked |= {child.rank for child in self.running}
         for child in self.running:
             kill_group(child.pid)
+        late = time.monotonic() + _UNKILLABLE
         while self.running:
             self.tick()
+            if time.monotonic() > late:
+                late = math.inf
+                say(
+                    f"gshard: {self._who()} were killed by SIGKILL {_UNKILLABLE:g} s ago and have "
+                    "not ended: the kernel waits for a disk or a device that does not answer. "
+                    f"`kill -9 {os.getpid()}` ends this launcher without them."
+                )
 
     def close(self) -> None:
         """Ends everything that still runs, even after an error of this program itself."""
@@ -197,6 +207,9 @@ class Supervisor:
             )
             self._guardian.forget(child.pid)
 
+    def _who(self) -> str:
+        return ", ".join(f"rank {child.rank} (process id {child.pid})" for child in self.running)
+
     def _say_late_exits(self) -> None:
         """Says once that scripts have ended and none of their processes exits."""
         ended = [child.script_ended for child in self.running]
@@ -204,12 +217,11 @@ class Supervisor:
         if self._said_late or not ended or any(x is None or x > late for x in ended):
             return
         self._said_late = True
-        who = ", ".join(f"rank {child.rank} (process id {child.pid})" for child in self.running)
         say(
             f"gshard: the scripts on this machine have ended, and {_LATE_EXIT:g} s later these "
-            f"processes have not exited: {who}. They wait for a thread, for an exit function, or "
-            "at most 5 minutes for processes of other machines. `py-spy dump --native --pid ID` "
-            "shows where."
+            f"processes have not exited: {self._who()}. They wait for a thread, for an exit "
+            "function, or at most 5 minutes for processes of other machines. "
+            "`py-spy dump --native --pid ID` shows where."
         )
 
     def _kill_if_stopped(self, child: Child) -> None:

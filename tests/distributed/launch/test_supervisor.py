@@ -80,6 +80,25 @@ def test_who_does_not_go_is_killed(busy, monkeypatch):
     assert time.monotonic() - began >= 0.3
 
 
+class Unkillable(Shell):
+    """A process of which the kernel reports no end for a moment, as in an uninterruptible wait."""
+
+    def exit_code(self):
+        return super().exit_code() if time.monotonic() > self.until else None
+
+
+def test_who_does_not_end_by_sigkill_is_named_once(busy, monkeypatch, capsys):
+    monkeypatch.setattr(supervisor, "_UNKILLABLE", 0.1)
+    busy.pause = 0.0
+    child = Unkillable("echo; sleep 100", rank=3)
+    child.until = time.monotonic() + 0.6
+    busy.add(child)
+    busy.kill()
+    said = capsys.readouterr().err
+    assert said.count("were killed by SIGKILL 0.1 s ago and have not ended") == 1
+    assert f"gshard: rank 3 (process id {child.pid}) were killed" in said
+
+
 class Saves(Shell):
     """A process that has a save to finish for half a second."""
 
