@@ -3,10 +3,10 @@
     python examples/train.py
     gshard launch --nproc_per_node 2 --virtual_devices 2 examples/train.py --steps 50
 
-Parameters, gradients and optimizer state are sharded over all devices. Each process makes its own
-examples. After SIGTERM all processes save at the same step and exit, and the next start resumes
-from there; after a kill it resumes from the newest complete step. With several machines, `--output`
-is a folder that all of them see.
+Parameters, gradients and optimizer state are sharded over all devices, of any number that divides
+64. After SIGTERM all processes save at the same step and exit, and the next start resumes from
+there; after a kill it resumes from the newest complete step. With several machines, `--output` is a
+folder that all of them see.
 """
 
 from __future__ import annotations
@@ -19,38 +19,26 @@ import gshard
 
 gshard.distributed.initialize()  # before anything else uses JAX
 
+import flax.linen as nn  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from flax import nnx  # noqa: E402
+from flax.training.train_state import TrainState  # noqa: E402
 
-EXAMPLES, WIDTH = 64, 256  # of the batch of all processes, of a layer
-
-
-class Net(nnx.Module):
-    """Three layers."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.second = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.last = nnx.Linear(WIDTH, 1, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.last(nnx.relu(self.second(nnx.relu(self.first(x)))))
+BATCH, WIDTH = 64, 256  # examples of the batch of all processes, width of a layer
+MODEL = nn.Sequential([nn.Dense(WIDTH), nn.relu, nn.Dense(WIDTH), nn.relu, nn.Dense(1)])
 
 
-def loss_fn(model: Net, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The mean squared error over the given examples."""
-    x, y = batch
-    return jnp.mean((model(x)[:, 0] - y) ** 2)
+def init() -> TrainState:
+    """The train state; gshard creates it sharded."""
+    params = MODEL.init(jax.random.key(0), jnp.zeros((1, WIDTH)))["params"]
+    return TrainState.create(apply_fn=MODEL.apply, params=params, tx=optax.adamw(1e-3))
 
 
-def own_rows(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """This process's part of batch `step`: the same batch, however many processes share it."""
-    x = np.random.default_rng(step).normal(size=(EXAMPLES, WIDTH)).astype(np.float32)
-    own = np.array_split(x, gshard.distributed.process_count())[gshard.distributed.process_index()]
-    return own, np.sin(own.sum(axis=1))
+def loss_fn(params: dict, batch: dict[str, jax.Array]) -> jax.Array:
+    """The mean squared error of the batch."""
+    return jnp.mean((MODEL.apply({"params": params}, batch["x"])[:, 0] - batch["y"]) ** 2)
 
 
 def main() -> None:
@@ -66,42 +54,39 @@ def main() -> None:
     parser.add_argument("--output", default="output", help="a folder for checkpoints, or gs://...")
     args = parser.parse_args()
 
-    if EXAMPLES % jax.device_count():
-        raise SystemExit(f"{EXAMPLES} examples do not divide over {jax.device_count()} devices")
-    model, optimizer, _ = gshard.paddle.group_sharded_parallel(
-        Net(nnx.Rngs(0)), optax.adamw(1e-3), "p_g_os", segment_size=2**14
-    )
+    state, plan = gshard.shard_train_state(init, gshard.make_mesh(), "zero3")
+    step = gshard.make_train_step(loss_fn, plan)
+    x = np.random.default_rng(0).normal(size=(64 * BATCH, WIDTH)).astype(np.float32)
+    data = {"x": x, "y": np.sin(x.sum(axis=1))}  # each process reads its own examples
+    loader = gshard.DataLoader(data, BATCH, plan, seed=0, num_epochs=None)
+
+    number, metrics = 0, None
     with gshard.Checkpointer(args.output, keep_last=3) as checkpointer:
         if checkpointer.latest_step() is not None:
-            checkpointer.restore(like=(model, optimizer))
-        start = int(optimizer.step)
+            restored = checkpointer.restore(like=state)
+            state, number = restored.state, restored.step
+            loader.load_state_dict(restored.data_state)
         say(
-            f"from step {start}, {jax.device_count()} devices, "
+            f"from step {number}, {jax.device_count()} devices, "
             f"{gshard.distributed.process_count()} processes"
         )
 
-        def save() -> None:
-            checkpointer.wait()
-            step = int(optimizer.step)
-            if step not in checkpointer.all_steps():  # SIGTERM came right after it was saved
-                checkpointer.save(step, (model, optimizer))  # is written while training continues
+        def save() -> None:  # writes while training continues
+            checkpointer.save(number, state, data_state=loader.state_dict())
 
         def save_and_wait() -> None:
             save()
             checkpointer.wait()
-            say(f"saved after step {int(optimizer.step)}")
+            say(f"saved after step {number}")
 
-        loss = None
-        for step in gshard.distributed.until_preempted(
-            range(start, args.steps), last=save_and_wait
-        ):
-            loss = model.backward(loss_fn, own_rows(step))
-            optimizer.step()
-            optimizer.clear_grad()
-            if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+        steps = range(number + 1, args.steps + 1)
+        batches = gshard.distributed.until_preempted(loader, last=save_and_wait)
+        for number, batch in zip(steps, batches, strict=False):
+            state, metrics = step(state, batch)
+            if number % args.save_every == 0 or number == args.steps:
                 save()
             time.sleep(args.pause)
-    say("nothing left to do" if loss is None else f"done: loss {float(loss):.4f}")
+    say("nothing left to do" if metrics is None else f"done: loss {float(metrics['loss']):.4f}")
 
 
 def say(text: str) -> None:
