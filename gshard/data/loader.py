@@ -147,6 +147,12 @@ class DataLoader:
         is_list = isinstance(source, list) and isinstance(source[0], np.ndarray | jax.Array)
         hint = _LIST_OF_ARRAYS if is_list else ""
         _check_sizes(self._source.length, size, drop, plan.group.batch_shards, self._pads, hint)
+        if shuffle and self._source.length >= _ENDLESS:
+            raise GShardError(
+                "DataLoader: this source has no end, so its examples cannot be shuffled as a "
+                "whole. Shuffle the data set itself, such as dataset.shuffle(seed=0).repeat(), "
+                "and pass shuffle=False."
+            )
         if drop and not shuffle and not is_asked and self._source.length < _ENDLESS:
             self._warn_of_unread(size)
         self._has_padding = self._pads and self._source.length % size > 0

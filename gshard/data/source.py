@@ -154,10 +154,13 @@ class Source:
         """Makes the error that says how an example differs in form from the first one."""
         paths, leaves, structure = flatten(example)
         if structure != self._structure:
+            how = f"{structure} in place of {self._structure}"  # such as another order of keys
+            if sorted(paths) != sorted(self._paths):
+                how = differences(paths, self._paths)
             return GShardError(
-                f"{self._name(index)} is another tree than {self._name(0)}: "
-                f"{differences(paths, self._paths)}. All examples must have the same tree, so that "
-                "they can be stacked; lists are trees too, make them arrays."
+                f"{self._name(index)} is another tree than {self._name(0)}: {how}. All examples "
+                "must have the same tree, so that they can be stacked; lists are trees too, make "
+                "them arrays."
             )
         arrays = zip(paths, map(np.asarray, leaves), self._forms, strict=True)
         path, x, (shape, dtype) = next(

@@ -146,7 +146,7 @@ def group_sharded_parallel(
             "and backward() does not know which step it is part of. Use wire='int8'."
         )
     params = jax.tree.leaves(nnx.state(module, nnx.Param))
-    if scaler is None and any(x.dtype == jnp.float16 for x in params):
+    if scaler is None and any(jnp.result_type(x) == jnp.float16 for x in params):
         warn(
             f"{call}: parameters are float16 and scaler is None: small gradients become 0. Pass "
             "scaler=gshard.paddle.GradScaler()."

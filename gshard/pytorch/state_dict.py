@@ -70,7 +70,9 @@ def placed(arrays: Any, shardings: Any, what: str) -> Any:
     """Places arrays on the devices of an optimizer; with several processes they must be equal."""
     try:
         with jax.disable_jit(False):  # else JAX fails at the comparison
-            return jax.device_put(arrays, shardings)
+            # Copies, since JAX may use NumPy's memory as it is, which the caller may fill again.
+            own = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, arrays)
+            return jax.device_put(own, shardings)
     except AssertionError as error:  # of JAX, which compares the values of the processes
         raise GShardError(
             f"step: {what} differ between the processes, and each updates its own shards. Give "

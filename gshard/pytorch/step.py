@@ -48,7 +48,8 @@ class OptimizerStep:
         Returns:
           The new parameters (a model is changed in place); with a closure `(loss, parameters)`.
         """
-        if callable(grads) and closure is None:  # as PyTorch's, by position
+        is_function = callable(grads) and jax.tree_util.treedef_is_leaf(jax.tree.structure(grads))
+        if is_function and closure is None:  # as PyTorch's, by position
             grads, closure = None, grads
         if closure is not None and grads is not None:
             raise GShardError("step: pass grads or closure, not both.")

@@ -147,7 +147,9 @@ def check_trained_batch(batch: Any, dims: Sequence[int | None], given: SequenceD
                 f"sequence_dims: the pattern {text!r} matches no array of the batch."
                 f"{did_you_mean(text, paths)} There are {some(sorted(map(repr, paths)))}."
             )
-    sizes = [math.prod(jnp.shape(x)) * getattr(x.dtype, "itemsize", 8) for x in leaves]
+    sizes = [
+        math.prod(jnp.shape(x)) * getattr(getattr(x, "dtype", None), "itemsize", 8) for x in leaves
+    ]
     shared = {i: dim for i, dim in enumerate(dims) if dim is not None}
     if given and not shared:
         raise GShardError(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.training.train_state import TrainState
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, warn
 from gshard._util.pytree import differences, flatten, map_leaves
+from gshard._util.validation import shown
 from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.plan import Plan
 from gshard.sharding.quantized_array import is_quantized
@@ -18,6 +21,28 @@ from gshard.train.optim.offload import to_device, to_host
 from gshard.train.optim.optimizer import cut_padding
 from gshard.train.optim.skip_update import keep_unless
 from gshard.train_state import Components
+
+
+def warn_of_fixed_fields(state: Any, plan: Plan) -> None:
+    """Warns of fields without arrays that are not those with which `post_update` was compiled."""
+    if not isinstance(state, TrainState):
+        return  # that of an NNX model is a part of the program
+    for x in dataclasses.fields(state):
+        old, new = getattr(plan.template, x.name), getattr(state, x.name)
+        is_fixed = not x.metadata.get("pytree_node", True) and x.name not in ("tx", "apply_fn")
+        if is_fixed and new is not old and not _equal(new, old):
+            warn(
+                f"state.{x.name} was {shown(old)} in shard_train_state and is {shown(new)} now. "
+                "post_update= still sees the first value, with which the step was compiled. Make "
+                f"{x.name} a field with an array, or shard the state again with the new value."
+            )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:  # such as arrays, of which neither truth holds
+        return False
 
 
 def apply_post_update(

@@ -43,6 +43,7 @@ from gshard.train.options import (
     check_options,
 )
 from gshard.train.padding_mask import MaskCheck
+from gshard.train.post_update import warn_of_fixed_fields
 from gshard.train.random_keys import typed_key
 from gshard.train.replicas import ReplicaCheck
 from gshard.train.same_program import ProgramCheck
@@ -243,7 +244,9 @@ class TrainStep:
         self.numbers, self._late_checks = BatchNumbers(plan), late_checks(plan)
         self._replicas = ReplicaCheck(plan, options.check_replicas)
         self._check_mask = MaskCheck(f"the step of {name}", prefix="1/")
-        self._outside = OutsideValues(loss_fn, name)
+        self._outside = [OutsideValues(loss_fn, name)]
+        if options.post_update is not None:
+            self._outside.append(OutsideValues(options.post_update, "post_update="))
         shardings, same = [x.sharding for x in jax.tree.leaves(wanted)], plan.sharding()
         self._rng = options.rng
         if options.rng is not None and isinstance(plan.mesh, Mesh):  # not copied again in each step
@@ -303,7 +306,10 @@ class TrainStep:
             self._watch.look(parts.opt_state.guard, parts.step)
             self._late_checks.look()
         batch = self._place(batch)
-        self._outside.look(batch)
+        for outside in self._outside:
+            outside.look(batch)
+        if self.options.post_update is not None:
+            warn_of_fixed_fields(state, self.plan)
         jitted, numbers = self.jitted, partial(self.numbers.row, batch, leaf=leaves[0])
         given = leaves, structure, batch, self._rng
         program = self._check_program(structure, batch, lambda: jitted.trace(*given, numbers(0)))

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gshard._util.arguments import named_arguments
 from gshard._util.errors import GShardError, place_of
@@ -128,6 +129,7 @@ def value_and_grad(
 
     @named_arguments({"*": _CALL, "batch": _CALL}, "value_and_grad(loss_fn, plan)")
     def on_batch(target: Any, batch: Any, /, *, rng: Any = None, **collections: Any) -> Any:
+        collections = {name: _arrays(name, tree) for name, tree in collections.items()}
         parts = plan.kind.split_target(target, collections)
         pure = plan.kind.loss(loss_fn, names, parts.static)
         stage = GradientStage(pure, plan, options, name)
@@ -148,6 +150,18 @@ def value_and_grad(
         return _value(losses, (updates, bool(names))), dataclasses.replace(sums, grads=grads)
 
     return on_batch
+
+
+def _arrays(name: str, tree: Any) -> Any:
+    """A field of the state that a loss is given by name; Python numbers become arrays."""
+    for x in jax.tree.leaves(tree, is_leaf=lambda x: x is None):
+        if isinstance(x, bool) or not (hasattr(x, "dtype") or isinstance(x, (int, float, complex))):
+            raise GShardError(
+                f"{name}={shown(x)} is no array. By name, value_and_grad(loss_fn, plan) takes "
+                "fields of the state. Bind other arguments of the loss: "
+                f"value_and_grad(functools.partial(loss_fn, {name}={shown(x)}), plan)."
+            )
+    return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
 @named_arguments({"plan": "It is called as reduce_gradients(local_gradients, plan)."})

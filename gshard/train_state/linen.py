@@ -291,6 +291,6 @@ def _take_updates(out: Any, mutable: tuple[str, ...]) -> tuple[Any, dict[str, An
         raise GShardError(
             f"with mutable={mutable!r} the loss returns (loss, updates), or (loss, (aux, updates)) "
             f"with has_aux=True, where updates has the keys {some(mutable)}; it returned "
-            f"{jax.tree.map(jnp.shape, out)}."
+            f"{jax.tree.map(lambda x: getattr(x, 'shape', x), out)}."
         )
     return loss, {name: updates[name] for name in mutable}

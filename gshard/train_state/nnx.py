@@ -120,9 +120,11 @@ class Nnx(Kind):
 
     def merge(self, parts: Components, like: Any, tx: optax.GradientTransformation) -> Any:
         model, optimizer = like
-        graph, params, _ = nnx.split(model, self.wrt, ...)
+        _, params, _ = nnx.split(model, self.wrt, ...)
         params = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(parts.params))
-        model = nnx.merge(graph, params, parts.static.rest(parts.non_trainable), copy=True)
+        model = nnx.merge(
+            parts.static.graph, params, parts.static.rest(parts.non_trainable), copy=True
+        )
         optimizer = nnx.clone(optimizer)
         optimizer.tx = tx
         optimizer.step = nnx.OptState(parts.step)

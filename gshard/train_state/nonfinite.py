@@ -129,6 +129,7 @@ class GradScaler:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
                 raise GShardError(f"{name}={shown(value)} must be {meaning}.")
+            object.__setattr__(self, name, float(value))  # a float64 would widen the state
         for name in ("enable", "use_dynamic_loss_scaling"):
             flag(name, getattr(self, name))
         for name in ("incr_every_n_steps", "decr_every_n_nan_or_inf"):
@@ -287,7 +288,7 @@ class Watch:
         self._seen: deque[tuple[Guard, Any, Any]] = deque()
         self._bad: Any = None  # flags of the first step of a row
         self._last: Any = None  # of the state that the last step returned
-        self._row = 0  # that of the last guard that was checked
+        self._row = self._first = 0  # those of the last guard that was checked
         self._number = StepNumber()
 
     def add(self, guard: Guard, after: Guard, flags: Any, scale: Any = None) -> None:
@@ -306,23 +307,24 @@ class Watch:
     def look(self, before: Guard, step: Any) -> None:
         """Checks earlier steps, before one starts with a state of the guard and step number given.
 
-        Recorded guards do not belong to a state that the last step did not return. Raises a
-        `NonFiniteError` if `most` steps in a row were not finite, and no lower scale is left.
+        Raises a `NonFiniteError` if `most` steps in a row were not finite, and no lower scale is
+        left. The last step need not have returned this state: another step may have, or a function
+        of the user's. It may also be an earlier one, to which recorded guards do not belong.
         """
         is_other = before.row is not self._last
-        if is_other:
-            self._seen.clear()
-            self._row = 0
         while self._seen and (len(self._seen) >= LATE or self._has_ended(self._seen[0][0])):
             guard, flags, scale = self._seen.popleft()
-            row = int(guard.row)
-            if row > self._row:  # not one of weight 0
+            row, first = int(guard.row), int(guard.first)
+            if row and (first, row) != (self._first, self._row):  # not one of weight 0
                 named = partial(self._describe, flags, everywhere=False)
-                self._number.skipped(int(guard.first), row, named)
-                self._bad = self._bad if self._row else flags
-            self._row = row
+                self._number.skipped(first, row, named)
+                goes_on = first == self._first and row > self._row > 0
+                self._bad = self._bad if goes_on else flags
+            self._row, self._first = row, first
             if self._most is not None and row >= self._most and self._gives_up(row, scale):
                 self._seen.clear()
+                if is_other and int(before.row) < row:
+                    break  # the user went on with an earlier state
                 named = self._describe(self._bad)
                 fix, limit = self._fix, "."
                 if scale is not None:
@@ -330,7 +332,7 @@ class Watch:
                     limit = f", and {_FALLING} times that while the loss scale falls."
                 raise NonFiniteError(
                     f"{row} step{'s in a row' if row > 1 else ''} had a gradient that is not "
-                    f"finite, from step {int(guard.first)} on. In the first of them it was that of "
+                    f"finite, from step {first} on. In the first of them it was that of "
                     f"{named}. These steps changed nothing. Look at the batches and the loss of "
                     "that step (jax_debug_nans finds the operation), lower the learning rate, or "
                     f"{fix}. max_bad_steps= sets the limit{limit}"

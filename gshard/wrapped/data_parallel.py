@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
@@ -127,7 +128,7 @@ def data_parallel(
     (copy, _), plan = shard_train_state(
         pair, mesh, "dp", replica_axes=replica_axes, broadcast_from=first_process(mesh)
     )
-    width = max(x.dtype.itemsize for x in arrays)
+    width = max(jnp.result_type(x).itemsize for x in arrays)
     keep = Accumulation(
         plan,
         bucket_size=bucket_mb * _MB // width,

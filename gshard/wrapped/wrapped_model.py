@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, NoReturn, cast
 
 import jax
+import numpy as np
 from flax import nnx
 from jax import core
 
@@ -394,7 +395,8 @@ def _placed(x: Any, plan: Plan, rows: int) -> jax.Array:
     if is_batch:
         return shard_batch(x, plan)
     try:
-        return jax.device_put(x, plan.sharding())
+        # A copy, since JAX may use NumPy's memory as it is, which the caller may fill again.
+        return jax.device_put(np.array(x) if isinstance(x, np.ndarray) else x, plan.sharding())
     except AssertionError as error:  # of JAX, which compares the values of the processes
         raise GShardError(
             f"model(...): an input {list(x.shape)} differs between the processes, and is no array "

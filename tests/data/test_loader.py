@@ -12,6 +12,7 @@ import threading
 import time
 import types
 import warnings
+from collections import OrderedDict
 
 import jax
 import jax.numpy as jnp
@@ -678,3 +679,22 @@ def test_a_batch_that_does_not_fit_says_how_many_machines_would(monkeypatch):
     monkeypatch.delenv("GSHARD_NNODES")
     with pytest.raises(GShardError, match=r"Use 12 or 18\.$"):
         DataLoader(data(), 16, plan)
+
+
+def test_a_source_without_an_end_is_not_shuffled():
+    class Endless:
+        def __len__(self):
+            return sys.maxsize
+
+        def __getitem__(self, index):
+            return {"x": np.float32(index)}
+
+    with pytest.raises(GShardError, match="has no end, so its examples cannot be shuffled"):
+        DataLoader(Endless(), 8, PLAN)
+
+
+def test_examples_whose_keys_have_another_order():
+    a, b = OrderedDict(a=np.ones(2), b=np.ones(2)), OrderedDict(b=np.ones(2), a=np.ones(2))
+    loader = DataLoader([a] * 15 + [b], 16, PLAN, shuffle=False)
+    with pytest.raises(GShardError, match=r"OrderedDict\[\('b', 'a'\)\].* in place of"):
+        next(iter(loader))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -1146,3 +1148,21 @@ def test_moments_are_not_made_in_full():
     wanted = optax.adam(0.1).init(tree_of_it)
     assert_equal(pairs[0].opt_state, wanted)
     assert_equal(nnx.as_pure(pairs[1][1].opt_state), wanted)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Called:
+    """Parameters that can be called, as those of Equinox can."""
+
+    w: Any
+
+    def __call__(self):
+        raise AssertionError("these are gradients, and no closure")
+
+
+def test_gradients_that_can_be_called_are_no_closure():
+    params = Called(jnp.ones((8, 4)))
+    optimizer = gshard.pytorch.ZeroRedundancyOptimizer(params, optax.sgd, lr=0.5)
+    new = optimizer.step(Called(jnp.ones((8, 4))))
+    np.testing.assert_array_equal(new.w, 0.5 * np.ones((8, 4)))

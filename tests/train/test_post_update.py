@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, struct
 from flax.training.train_state import TrainState
 
 import gshard
@@ -322,3 +323,52 @@ def test_nnx_attributes_are_fixed():
     )
     with pytest.raises(gshard.GShardError, match="changes more than arrays.*tx"):
         step(model, optimizer, {"x": np.ones((4, 4), np.float32)})
+
+
+class WithDecay(TrainState):
+    ema: Any = None
+    decay: float = struct.field(pytree_node=False, default=0.0)
+
+
+def test_a_field_that_is_fixed_is_said_to_be():
+    start = {"w": np.ones((4, 4), np.float32)}
+    state = WithDecay.create(apply_fn=None, params=start, tx=optax.sgd(0.1), ema=start)
+    mesh, scale = gshard.make_mesh(devices=jax.devices()[:2]), 1.0
+    state, plan = gshard.shard_train_state(state, mesh, "os", min_shard_size=0)
+
+    def mean(state):
+        return state.replace(ema=jax.tree.map(lambda e: state.decay * scale * e, state.ema))
+
+    step = gshard.make_train_step(lambda p, b: jnp.mean((b @ p["w"]) ** 2), plan, post_update=mean)
+    rows = np.ones((4, 4), np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            state, _ = step(state, rows)
+    with pytest.warns(gshard.GShardWarning, match="state.decay was 0.0 in shard_train_state and"):
+        state, _ = step(state.replace(decay=1.0), rows)
+    scale = 2.0
+    with pytest.warns(gshard.GShardWarning, match="post_update= reads scale from outside, and"):
+        step(state.replace(decay=0.0), rows)
+
+
+def test_it_sees_attributes_of_a_model_as_they_are():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.net, self.decay = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), 0.0
+            self.ema = nnx.BatchStat(jnp.ones((4, 4)))
+
+    def mean(model, optimizer):
+        model.ema[...] = model.decay * model.ema[...]
+
+    model = Model()
+    pair = model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    mesh = gshard.make_mesh(devices=jax.devices()[:2])
+    (model, optimizer), plan = gshard.shard_train_state(pair, mesh, "os", min_shard_size=0)
+    step = gshard.make_train_step(lambda m, b: (m.net(b) ** 2).mean(), plan, post_update=mean)
+    model.decay = 0.5
+    step(model, optimizer, np.ones((4, 4), np.float32))
+    np.testing.assert_array_equal(model.ema[...], 0.5 * np.ones((4, 4)))
+    model.decay = 1.0
+    step(model, optimizer, np.ones((4, 4), np.float32))
+    np.testing.assert_array_equal(model.ema[...], 0.5 * np.ones((4, 4)))

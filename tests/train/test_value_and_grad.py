@@ -381,3 +381,19 @@ def test_what_it_returns_can_be_differentiated(level, k, of):
     for name, x in wanted.items():
         unpadded = np.asarray(found[name])[tuple(map(slice, x.shape))]
         np.testing.assert_allclose(unpadded, x, rtol=1e-4, atol=1e-5 * np.abs(x).max())
+
+
+def test_numbers_of_python_are_arrays():
+    rows, start = np.ones((ROWS, 4), np.float32), {"w": np.ones((4, 4), np.float32)}
+    state, plan = gshard.shard_train_state((start, optax.sgd(0.1)), mesh(), "os", min_shard_size=0)
+
+    def loss(p, b, *, factor=1.0):
+        return jnp.mean((b["x"] @ p["w"]) ** 2) * b["scale"] * factor
+
+    value_and_grad = gshard.value_and_grad(loss, plan)
+    for function in (value_and_grad, jax.jit(lambda p, b: value_and_grad(p, {**b, "scale": 2.0}))):
+        assert function(state.params, {"x": rows, "scale": 2.0})[0] == 32
+    assert value_and_grad(state.params, {"x": rows, "scale": 1.0}, factor=0.5)[0] == 8
+    for wrong in (True, "mean", None):
+        with pytest.raises(gshard.GShardError, match=r"functools.partial\(loss_fn, factor="):
+            value_and_grad(state.params, {"x": rows, "scale": 1.0}, factor=wrong)

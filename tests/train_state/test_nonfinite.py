@@ -164,6 +164,26 @@ def test_too_many_bad_steps_end_the_run_and_lose_nothing(donate):
     assert isinstance(gshard.NonFiniteError("x"), FloatingPointError)
 
 
+def test_bad_steps_end_the_run_whoever_made_the_state():
+    """Another step, or a function of the user's, may have returned it."""
+    state, plan = divided("os")
+    steps = [
+        gshard.make_train_step(loss, plan, mutable="seen", max_bad_steps=4)
+        for loss in (loss_fn, lambda p, b, *, seen: loss_fn(p, b, seen=seen))
+    ]
+    calls = 0
+    with pytest.raises(gshard.NonFiniteError, match="4 steps in a row .* from step 0 on"):
+        for calls in range(10):
+            state, _ = steps[calls % 2](state, batch(bad=np.nan))
+    assert calls <= 4 + 2 * 2
+    touched = jax.jit(lambda x: x.replace(seen=x.seen + 1), donate_argnums=0)
+    state, plan = divided("os")
+    step = gshard.make_train_step(loss_fn, plan, mutable="seen", max_bad_steps=4)
+    with pytest.raises(gshard.NonFiniteError, match="4 steps in a row"):
+        for _ in range(8):
+            state = touched(step(state, batch(bad=np.nan))[0])
+
+
 def test_a_scale_that_can_still_fall_does_not_end_the_run():
     state, plan = divided("os_g", precision="float16")
     scaler = gshard.GradScaler(init_loss_scaling=2.0**15)

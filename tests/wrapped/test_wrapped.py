@@ -290,3 +290,21 @@ def test_unwrap_gives_the_users_own_classes(level):
     assert plain.first.kernel.shape == (7, 4)
     again, _, _ = wrap(plain, optax.adam(0.1), level)
     assert type(again) is not Net
+
+
+def test_a_parameter_that_is_a_number_of_python():
+    """Flax keeps it as it is, gshard makes it an array."""
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.Param(2.0)
+
+        def __call__(self, x):
+            return x * self.scale[...]
+
+    for made in (
+        gshard.pytorch.DistributedDataParallel(Net()),
+        gshard.paddle.DataParallel(Net()),
+        gshard.paddle.group_sharded_parallel(Net(), optax.sgd(0.1), "os")[0],
+    ):
+        np.testing.assert_array_equal(made(np.ones((8, 2), np.float32)), 2 * np.ones((8, 2)))
