@@ -39,12 +39,13 @@ COLLECTIVES = {  # primitives, and HLO's names of what they do
     "pbroadcast": "collective-broadcast",
 }
 _PLAIN = frozenset({bool, int, float, str, type(None)})  # parameters without a jaxpr
-_CALLS = (JIT, CHECKPOINT, "closed_call", "custom_jvp_call", CUSTOM_VJP)
+CALLED = (JIT, "closed_call", "eval_jaxpr")  # the last two are one: before and since JAX 0.12
+_CALLS = (*CALLED, CHECKPOINT, "custom_jvp_call", CUSTOM_VJP)
 
 
 def body_of(eqn: Any) -> tuple[Any, Sequence[Any]]:
     """Returns the inner jaxpr of an equation that has one, and its constants."""
-    return opened(eqn.params["jaxpr"])
+    return opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
 
 
 def opened(body: Any) -> tuple[Any, Sequence[Any]]:
@@ -56,7 +57,7 @@ def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     """The inner jaxpr of an equation that only calls it, and its constants; else None."""
     if eqn.primitive.name not in _CALLS:
         return None
-    return opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+    return body_of(eqn)
 
 
 def abstract(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -21,6 +21,9 @@ from gshard._util.pytree import flatten
 from gshard._util.validation import flag, shown
 from gshard.checkpoint import array_ranges
 from gshard.checkpoint.arrays import (
+    FIELDS,
+    FROZEN_PARAMS,
+    PARAMS,
     ArrayInfo,
     layouts_of,
     state_and_plan,
@@ -33,6 +36,7 @@ from gshard.checkpoint.quiet_orbax import orbax_module
 from gshard.checkpoint.read_arrays import unreadable
 from gshard.checkpoint.step_info import refuse_step
 from gshard.train.shard_train_state import shard_leaf
+from gshard.train_state import OVERWRITTEN
 from gshard.train_state.components import ShardedOptState
 
 ARRAYS = "arrays"  # Orbax's folder within a step
@@ -196,7 +200,8 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
         leaves = dict(zip(names, structure.flatten_up_to(found), strict=True))
         for n in whole:  # Orbax would let them wrap around
             new = converted(n, np.asarray(leaves[n]), wanted[n].dtype)
-            leaves[n] = shard_leaf(new, layouts[n], plan)
+            own = n if n in layouts else n.replace(PARAMS, FROZEN_PARAMS, 1)  # integers are frozen
+            leaves[n] = shard_leaf(new, layouts[own], plan)
         return {name: leaves[name] for name in wanted}
 
     paths, leaves, _ = flatten({"opt_state": ShardedOptState(None, {})})
@@ -216,6 +221,10 @@ def _own_name(path: str, known: Collection[str]) -> str:
     elif field not in ("params", "step"):
         path = f"non_trainable/{path}"
     unboxed = path.removesuffix("/value")
+    if path.startswith(f"{PARAMS}params/") and path not in known:  # beside fp8 statistics
+        path = path.replace(f"{PARAMS}params/", PARAMS, 1)
+    elif path.startswith(f"{PARAMS}{OVERWRITTEN}/"):
+        path = path.replace(PARAMS, FIELDS, 1)
     return unboxed if unboxed in known else path
 
 

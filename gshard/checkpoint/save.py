@@ -226,7 +226,9 @@ class StepWriter:
 
         def refuse() -> None:
             other = ["data_state"] if contents.data not in (None, self._data) else []
-            now, then = json.dumps(contents.info.metadata), json.dumps(self._metadata)
+            now, then = (
+                json.dumps(x, sort_keys=True) for x in (contents.info.metadata, self._metadata)
+            )
             other += ["metadata"] if self._first and now not in ("{}", then) else []
             if other and not changed:
                 raise GShardError(
@@ -265,6 +267,7 @@ class StepWriter:
             if self._first:
                 self.store.open_for_writing()
                 self.store.delete(step)
+                self._known = {n: x for n, x in self._known.items() if n != step}
 
         try:
             call = f"deletion of step {step}"
@@ -309,6 +312,7 @@ class StepWriter:
                 "it. Choose another directory."
             )
         self.store.check_room(sum(x.size * x.dtype.itemsize for x in contents.arrays.values()))
+        self._known = {n: x for n, x in self._known.items() if n not in self.damaged}
         for step in sorted(self.damaged & set(there)):
             warn(f"the damaged step {step} is now {self.store.set_aside(step)}.")
         self.damaged.clear()

@@ -40,6 +40,8 @@ def _verify(given: Namespace, _: None) -> Answer:
     asked = None if given.step is None else check_integer("--step", value_of(given.step), 0)
     store, own = open_step_or_store(given.directory)
     steps = store.steps()
+    if own is not None and asked not in (None, own):
+        raise GShardError(f"{given.directory} is step {own}: leave out --step {asked}.")
     asked = asked if own is None else own
     if asked is not None:
         steps = [existing_step(store, asked, steps)]

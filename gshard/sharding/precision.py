@@ -77,7 +77,7 @@ class Precision:
         for name in ("compute_dtype", "param_dtype", "reduce_dtype", "output_dtype"):
             given = getattr(self, name)
             if given is not None or name in ("compute_dtype", "param_dtype"):
-                object.__setattr__(self, name, floating_dtype(given, name))
+                object.__setattr__(self, name, _wide(given, name))
         for name in ("gather_dtype", "scatter_dtype"):
             object.__setattr__(self, name, wire_dtype(getattr(self, name), name))
         if getattr(self.gather_dtype, "rounding", None) == "stochastic":
@@ -86,9 +86,7 @@ class Precision:
                 "they are the same in every step that does not change them. Leave rounding= out; "
                 "it is for scatter_dtype=."
             )
-        checked = _by_pattern(
-            "exceptions", self.exceptions, "{'LayerNorm': 'float32'}", floating_dtype
-        )
+        checked = _by_pattern("exceptions", self.exceptions, "{'LayerNorm': 'float32'}", _wide)
         object.__setattr__(self, "exceptions", checked)
         sent = _by_pattern("wire_exceptions", self.wire_exceptions, "{'router': None}", wire_dtype)
         object.__setattr__(self, "wire_exceptions", sent)
@@ -168,6 +166,18 @@ def _of_state(value: Any, name: str) -> Any:
         f"{name}={shown(value)} is not a dtype that moments can be stored in. Choose 'int8', or "
         "None for the dtype that the optimizer gives them: float32, or its own mu_dtype=."
     )
+
+
+def _wide(value: Any, name: str) -> Any:
+    """Returns a floating dtype of 16 bits or more."""
+    dtype = floating_dtype(value, name)
+    if dtype.itemsize < 2:
+        raise GShardError(
+            f"{name}={dtype}: sums of so few bits overflow or lose what is added. Choose one of "
+            f"{', '.join(_NAMES)}. For products in float8 use Flax's fp8 layers (docs/precision.md)"
+            ", to send arrays in it gather_dtype= and scatter_dtype=."
+        )
+    return dtype
 
 
 def floating_dtype(value: Any, name: str) -> Any:

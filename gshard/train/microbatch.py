@@ -365,7 +365,7 @@ def with_sums(one: MicroBatchLoss, given: DeviceInputs, run: Callable[[], T]) ->
         if not batch.lacks_sum:
             return found
         total = _sum(one.next_sum, one, given)
-        batch.known.append(reduce_scalar(total, batch.axes))
+        batch.known.append(reduce_scalar(total, batch.axes).astype(total.dtype))  # of booleans too
 
 
 def _sum(term: Callable[[DeviceInputs, Any], Any], one: MicroBatchLoss, given: DeviceInputs) -> Any:

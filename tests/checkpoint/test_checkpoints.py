@@ -24,6 +24,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import gshard
+from gshard.checkpoint.disk import Disk
 from gshard.checkpoint.retention import RetentionPolicy
 from tests.covering import covering
 from tests.tiers import quick
@@ -970,3 +971,20 @@ def test_damaged_files_that_are_not_compared_are_said_in_words(tmp_path, run, na
         (tmp_path / "1" / name).write_bytes(b"\xff{")
         with pytest.raises(gshard.GShardError, match="damaged|cannot be read"):
             checkpointer.restore(1, like=run.state, verify=False)
+
+
+def test_a_step_that_is_saved_anew_has_its_new_metric(tmp_path, run, monkeypatch):
+    """Of a store that is far away the metrics are kept, and not read again."""
+    monkeypatch.setattr(Disk, "is_remote", True)
+    with gshard.Checkpointer(tmp_path, keep_last=1, keep_best=1) as checkpointer:
+
+        def save(step, loss):
+            checkpointer.save(step, run.state, metadata={"loss": loss, "name": "a"})
+            checkpointer.wait()
+
+        save(20, 1.0)
+        checkpointer.delete(20)
+        for step, loss in ((20, 9.0), (30, 5.0), (40, 7.0)):
+            save(step, loss)
+        checkpointer.save(40, run.state, metadata={"name": "a", "loss": 7.0})  # in another order
+        assert checkpointer.all_steps() == [30, 40] and checkpointer.best_step() == 30

@@ -172,3 +172,30 @@ def test_integers_that_do_not_fit_are_refused(tmp_path):
     ocp.PyTreeCheckpointer().save(tmp_path / "steps", own.replace(step=2**31))
     with pytest.raises(gshard.GShardError, match="step holds integers that do not fit int32"):
         gshard.import_orbax(tmp_path / "steps", like)
+
+
+def test_integers_of_another_dtype_are_converted(tmp_path):
+    params = {"w": np.ones((8, 4), np.float32), "table": np.arange(16, dtype=np.int64)}
+    sgd = optax.sgd(0.1)
+    plain = TrainState(
+        step=np.int32(3), apply_fn=None, params=params, tx=sgd, opt_state=sgd.init(params)
+    )
+    ocp.PyTreeCheckpointer().save(tmp_path / "old", plain)
+    own = {**params, "table": np.zeros(16, np.int32)}
+    like, _ = shard(TrainState.create(apply_fn=None, params=own, tx=sgd), "p_g_os", 3)
+    with pytest.raises(gshard.GShardError, match="Pass cast=True to convert them"):
+        gshard.import_orbax(tmp_path / "old", like)
+    new = gshard.import_orbax(tmp_path / "old", like, cast=True)
+    np.testing.assert_array_equal(gshard.full_params(new)["table"], np.arange(16))
+
+
+def test_a_state_with_fp8_statistics(tmp_path):
+    params = {
+        "params": {"w": np.arange(32, dtype=np.float32).reshape(8, 4)},
+        "_overwrite_with_gradient": {"w": {"scale": np.full(1, 3, np.float32)}},
+    }
+    plain = TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
+    ocp.PyTreeCheckpointer().save(tmp_path / "old", plain)
+    like, plan = shard(plain.replace(params=jax.tree.map(np.zeros_like, params)), "p_g_os", 3)
+    new = gshard.import_orbax(tmp_path / "old", like)
+    assert_equal_bits(values(plan.unwrap(new)), values(plain) | steps(plain))

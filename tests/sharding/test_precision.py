@@ -369,6 +369,10 @@ BAD = {
     "near": (lambda: gshard.Precision(reduce_dtype="flaot32"), ("'flaot32'", "'float32'?")),
     "integer": (lambda: gshard.Precision(param_dtype="int32"), ("param_dtype=int32", "floating")),
     "float64": (lambda: gshard.Precision(param_dtype="float64"), ("float64", "jax_enable_x64")),
+    "8 bits": (
+        lambda: gshard.Precision(reduce_dtype="float8_e4m3fn"),
+        ("reduce_dtype=float8_e4m3fn: sums of so few bits", "gather_dtype="),
+    ),
     "none": (lambda: gshard.Precision(param_dtype=None), ("param_dtype=None", "is not a dtype")),
     "exceptions": (lambda: gshard.Precision(exceptions=["a"]), ("exceptions=['a']", "map")),
     "pattern": (lambda: gshard.Precision(exceptions={"(": "float32"}), ("regular expression",)),

@@ -313,3 +313,21 @@ def test_a_constraint_on_a_sum_over_micro_batches_is_the_same_loss(level):
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
     expected = pair[0]["w"] - 0.1 * grads["w"]
     np.testing.assert_allclose(gshard.full_params(state)["w"], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_booleans_that_some_example_makes_true(k):
+    if k > 1 and jax.__version_info__ >= (0, 12):
+        pytest.skip("XLA:CPU 0.12 compiles no product of booleans in a loop")
+    y = np.array([0, 1, 1, 3] * 6)
+    mesh = gshard.make_mesh(devices=jax.devices()[:3])
+    start = ({"w": np.ones((4, 4), np.float32)}, optax.sgd(0.1))
+    state, plan = gshard.shard_train_state(start, mesh, "os", min_shard_size=4)
+
+    def loss(p, b):
+        occurs = (b["y"][:, None] == jnp.arange(5)).T @ (b["y"] >= 0)
+        return jnp.square(b["x"] @ p["w"]).mean(), occurs
+
+    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=k)
+    found = step(state, {"x": np.ones((24, 4), np.float32), "y": y})[1]["aux"]
+    assert found.dtype == bool and found.tolist() == [True, True, False, True, False]

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from gshard._util.errors import GShardError
-from gshard._util.validation import pattern, shown
+from gshard._util.validation import names_of, pattern, shown
 
 Axes: TypeAlias = tuple[tuple[str, ...], ...]  # of an array; several in one dimension were merged
 _PLACEHOLDER = re.compile(r"\{(\w+)(?::([^{}]*))?\}")
@@ -62,6 +62,9 @@ class NameMap:
     prefix: str = ""
 
     def __post_init__(self) -> None:
+        for name in ("rules", "tied"):
+            if not isinstance(given := getattr(self, name), Mapping):
+                raise GShardError(f"NameMap: {name}={shown(given)} must be a mapping.")
         _ = self.parsed, self.ignores  # raises for rules that cannot be
 
     @functools.cached_property
@@ -72,7 +75,8 @@ class NameMap:
     @functools.cached_property
     def ignores(self) -> tuple[re.Pattern[str], ...]:
         """The regular expressions, compiled."""
-        return tuple(pattern(x, "NameMap: ignored") for x in self.ignored)
+        found = names_of("NameMap: ignored", self.ignored, "a regular expression")
+        return tuple(pattern(x, "NameMap: ignored") for x in found)
 
     def pieces(self, path: str, shape: Sequence[int]) -> tuple[Piece, ...]:
         """The tensors that hold a weight; none if no rule is for its path."""
@@ -144,7 +148,7 @@ class Template:
             name, choices = found[1], self.choices[found[1]]
             one = "|".join(map(re.escape, choices)) if choices else "[^/]+?"
             regex += re.escape(self.text[end : found.start()])
-            regex += f"(?P={name})" if name in seen else f"(?P<{name}>{one})"
+            regex += f"(?P=_{name})" if name in seen else f"(?P<_{name}>{one})"
             seen.add(name)
             end = found.end()
         return re.compile(regex + re.escape(self.text[end:]))
@@ -152,7 +156,7 @@ class Template:
     def match(self, text: str) -> dict[str, str] | None:
         """What the placeholders stand for in a text, or None if it is another one."""
         found = self._regex.fullmatch(text)
-        return found.groupdict() if found else None
+        return {x.removeprefix("_"): y for x, y in found.groupdict().items()} if found else None
 
     def fill(self, words: Mapping[str, str]) -> str:
         """The text with words for placeholders."""
@@ -170,7 +174,13 @@ class Rule:
     @classmethod
     def of(cls, path: str, rule: str | tuple[str, str]) -> Rule:
         """Parses and checks a rule."""
-        name, axes = (rule, None) if isinstance(rule, str) else rule
+        parts = (rule, None) if isinstance(rule, str) else rule
+        if not (isinstance(parts, (tuple, list)) and len(parts) == 2 and isinstance(parts[0], str)):
+            raise GShardError(
+                f"NameMap: the rule of {path!r} is {shown(rule)}. Give the name of a tensor, or a "
+                "pair of the name and the axes, such as ('weight', 'i o -> o i')."
+            )
+        name, axes = parts
         self = cls(Template.of(path), Template.of(name), _axes(path, axes) if axes else None)
         leaf, file = ({*_flat(x)} for x in self.axes or ((), ()))
         of_path, of_name = self.path.choices, self.name.choices

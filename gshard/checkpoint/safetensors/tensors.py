@@ -59,26 +59,28 @@ def pieces_of(
 
 def check_filled(pieces: Mapping[str, Sequence[Piece]], call: str) -> None:
     """Raises a `GShardError` unless each number of a tensor belongs to one weight."""
-    tensors: dict[str, dict[str, Piece]] = {}
+    tensors: dict[str, list[tuple[str, Piece]]] = {}
     for weight, several in pieces.items():
         for piece in several:
-            tensors.setdefault(piece.name, {})[weight] = piece
+            tensors.setdefault(piece.name, []).append((weight, piece))
     for name, held in tensors.items():
         numbers = 0
         taken = set()
-        for piece in held.values():
+        for _, piece in held:
             inside = {x for group in piece.file_axes for x in group}
             mine = {x: i for x, i in piece.at.items() if x in inside}
             taken.add(tuple(mine.values()))
             numbers += math.prod(piece.sizes[x] for x in inside if x not in mine)
-        shapes = {piece.shape for piece in held.values()}
+        shapes = {piece.shape for _, piece in held}
         right = len(shapes) == 1 and len(taken) == len(held)
         if not right or {math.prod(shape) for shape in shapes} != {numbers}:
             rooms = " or ".join(f"{math.prod(x)} {[*x]}" for x in sorted(shapes))
+            weights = [*dict.fromkeys(weight for weight, _ in held)]
+            twice = f" in {len(held)} places" if len(held) > len(weights) else ""
             raise GShardError(
-                f"{call}: {name} has room for {rooms} numbers, and {' and '.join(held)} "
-                f"{'has' if len(held) == 1 else 'have'} {numbers}. Each number must belong to one "
-                "weight: correct the rules of name_map, or only=."
+                f"{call}: {name} has room for {rooms} numbers, and {' and '.join(weights)} "
+                f"{'has' if len(weights) == 1 else 'have'} {numbers}{twice}. Each number must "
+                "belong to one weight: correct the rules of name_map, or only=."
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from gshard._util.jaxpr import CHECKPOINT, CUSTOM_VJP, JIT, body_of, with_inner
+from gshard._util.jaxpr import CALLED, CHECKPOINT, CUSTOM_VJP, body_of, with_inner
 from gshard.train.global_loss.by_examples import is_by_examples
 from gshard.train.global_loss.exchange import decide_by_cost
 from gshard.train.global_loss.expert_calls import decide_expert_call, expert_call
@@ -23,13 +23,12 @@ from gshard.train.global_loss.positions import Positions, of_literal, positions_
 from gshard.train.global_loss.registry import PARTIAL_RULES, RULES, Decision, Evaluator, Given
 from gshard.train.global_loss.sequence_calls import decide_sequence_call, sequence_call
 
-_CALLS = (JIT, "closed_call")
 _KEEP_PARTIAL = ("scan", "cond", CHECKPOINT)  # they decide about their bodies
 
 
 def is_inlined(evaluator: Evaluator, eqn: Any, placements: Sequence[Placement]) -> bool:
     """Whether an equation only calls a body, equation by equation."""
-    if eqn.primitive.name not in _CALLS or is_by_examples(eqn):
+    if eqn.primitive.name not in CALLED or is_by_examples(eqn):
         return False
     calls = sequence_call(evaluator, eqn, placements), expert_call(eqn, placements)
     return calls == (None, None)

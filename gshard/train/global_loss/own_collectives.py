@@ -17,7 +17,7 @@ from gshard.train.global_loss.transfers import names_in
 _OF_AN_AXIS = {*COLLECTIVES, "axis_index", "pvary"}
 # all-reductions, of which those of replicated values run as they are written
 _SUMS = ("psum", "psum_invariant")
-_OF_ONE_DEVICE = ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
+_OF_ONE_DEVICE = ("axis_index", "ppermute", "all_to_all", "reduce_scatter", "all_gather")
 
 
 def check_own_collective(given: Given) -> None:

@@ -14,7 +14,7 @@ from gshard.train.global_loss.registry import Decision, Given, partial_rule
 
 @partial_rule("neg", "reduce_sum", "reshape", "reshard", "broadcast_in_dim", "transpose", "squeeze")
 @partial_rule("copy", "real", "imag", "slice", "stop_gradient", "name", "rev", "split", "cumsum")
-@partial_rule("sharding_constraint")
+@partial_rule("sharding_constraint", "unstack")
 def linear(given: Given) -> Decision | None:
     """Of one operand, the first; others are sizes."""
     if given.eqn.invars[0].aval.dtype == jnp.bool_ or given.placements[0] != PARTIAL:

@@ -23,7 +23,8 @@ ENTRY_BY_ENTRY = tuple(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
     clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf
     erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite
-    le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not or polygamma
+    le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not
+    one_minus_square or polygamma polynomial
     population_count pow random_clone random_fold_in random_seed real reduce_precision
     regularized_incomplete_beta rem reshard round rsqrt select_n sharding_constraint shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh
@@ -135,6 +136,16 @@ def split(given: Given) -> Decision | None:
     result = sharded(axis, place.outer // len(sizes))
     local = tuple(size // given.partition.parts for size in sizes)
     return Decision([place], [result] * len(sizes), {"sizes": local})
+
+
+@rule("unstack")
+def unstack(given: Given) -> Decision | None:
+    """Along another dimension, which is gone in the results."""
+    place, axis = given.placements[0], given.params["axis"]
+    if place.dim == axis:
+        return None
+    result = place.on(place.dim - (axis < place.dim))
+    return Decision([place], [result] * len(given.eqn.outvars))
 
 
 @rule("concatenate")

@@ -336,7 +336,10 @@ def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: An
         )
     if weight is not None and floating:
         return _form(evaluator, Weighted(_scaled(evaluator, value, weight), _number(weight, value)))
-    narrow = jnp.issubdtype(value.aval.dtype, jnp.integer) and value.aval.dtype.itemsize < 4
+    if value.placement == PARTIAL and value.aval.dtype == jnp.bool_:  # of a product: any example
+        return Reduced(evaluator.convert(value, REPLICATED), "any")
+    of_sums = jax.dtypes.canonicalize_dtype(int).itemsize
+    narrow = jnp.issubdtype(value.aval.dtype, jnp.integer) and value.aval.dtype.itemsize < of_sums
     if weight is None and narrow and evaluator.micro_batches == 1:  # wraps as on one device
         return Reduced(evaluator.convert(value, REPLICATED), SAME)
     if value.placement == PARTIAL or (weight is not None and by == "sum"):

@@ -38,7 +38,7 @@ from gshard.train.optim.chains import Chain
 
 _BATCHED = frozenset(ENTRY_BY_ENTRY) - {"threefry2x32"} | frozenset(
     """argmax argmin broadcast_in_dim cholesky closed_call concatenate cumsum custom_jvp_call
-    custom_linear_solve custom_vjp_call dot_general dynamic_slice eigh
+    custom_linear_solve custom_vjp_call dot_general dynamic_slice eigh eval_jaxpr
     householder_product iota jit lu optimization_barrier pad qr reduce_and reduce_max reduce_min
     reduce_or reduce_prod reduce_sum reshape rev scan slice split squeeze svd transpose
     triangular_solve""".split()

@@ -128,6 +128,8 @@ BAD_RULES = {
     "no arrow": ({"w": ("t", "in out")}, "the axes 'in out' must be those"),
     "an axis twice": ({"w": ("t", "in in -> in")}, "must be those of the weight"),
     "brackets": ({"w": ("t", "in (a -> a in")}, "must be those of the weight"),
+    "no rule": ({"w": None}, "is None. Give the name of a tensor, or a pair"),
+    "three parts": ({"w": ("t", "i -> i", 1)}, "Give the name of a tensor, or a pair"),
 }
 
 
@@ -137,6 +139,16 @@ def test_rules_that_cannot_be(case):
     with pytest.raises(gshard.GShardError) as caught:
         gshard.NameMap(rules)
     assert said in str(caught.value) and repr(next(iter(rules))) in str(caught.value)
+
+
+def test_what_a_map_is_made_of():
+    assert [x.pattern for x in gshard.NameMap({"w": "t"}, ignored="inv_freq$").ignores] == [
+        "inv_freq$"
+    ]
+    for wrong in ({"tied": ["w"]}, {"rules": [("w", "t")]}):
+        with pytest.raises(gshard.GShardError, match="NameMap: (tied|rules)=.* must be a mapping"):
+            gshard.NameMap(**{"rules": {"w": "t"}} | wrong)
+    assert gshard.NameMap({"h/{0}/w": "h.{0}.w"}).pieces("h/3/w", (2,))[0].name == "h.3.w"
 
 
 W = {"w": some(4, 6)}
@@ -149,6 +161,10 @@ BAD_MAPS = {
     "too many unknown": ({"w": ("t", "(i j) k -> i j k")}, "has the axes '(i j) k'"),
     "two rules": ({"w": "t", "{x}": "{x}"}, "w fits the rules 'w' and '{x}'"),
     "no rule": ({"ww": "t"}, "no rule for w (did you mean ww?)"),
+    "two entries in one place": (
+        {"w": ("{x:k,k,v,q}", "x j -> j")},
+        "k has room for 6 [6] numbers, and w has 12 in 2 places",
+    ),
     "nobody's part": (
         {"{x:w,u}": ("t", "i j -> i (x j)")},
         "t has room for 48 [4, 12] numbers, and w has 24",

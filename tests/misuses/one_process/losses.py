@@ -283,6 +283,10 @@ ROWS = {
     "it sums over devices itself": refused(
         lambda _: one(lambda p, b: jax.lax.psum(loss_fn(p, b), "shard")), "psum"
     ),
+    "it gathers its own value from all devices": refused(
+        lambda _: one(lambda p, b: jax.lax.all_gather(loss_fn(p, b), "shard").sum()),
+        *("all_gather", "runs over 'shard', a data axis"),
+    ),
     "it averages over an axis that is not there": warned(
         lambda _: one(lambda p, b: jax.lax.pmean(loss_fn(p, b), "batch")),
         *("axis 'batch'", "axis_name=plan.data_axes"),

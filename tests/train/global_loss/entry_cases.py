@@ -29,6 +29,8 @@ def unary(x):
         lax.reduce_precision(x, 5, 10),
         x.astype(jnp.bfloat16).astype(jnp.float32),
         jnp.copy(x),
+        jnp.log2(x),
+        jnp.polyval(jnp.array([3.0, 1.0, 2.0]), x),
         checkpoint_name(x, "x"),
         lax.with_sharding_constraint(x, jax.sharding.SingleDeviceSharding(jax.devices()[0])),
     ]
@@ -55,7 +57,7 @@ def special(x, y):
 
 def derivative(x):
     """Its trace adds cotangents (`add_any`)."""
-    return jax.grad(lambda x: jnp.sum(x * jnp.sin(x)))(x)
+    return jax.grad(lambda x: jnp.sum(x * jnp.sin(x) + jnp.tanh(x)))(x)
 
 
 def complex_numbers(x, y):
@@ -66,7 +68,7 @@ def complex_numbers(x, y):
 def bits(x, y):
     names = "bitwise_and bitwise_or bitwise_xor shift_left shift_right_arithmetic"
     out = [getattr(lax, name)(x, y) for name in [*names.split(), "shift_right_logical", "rem"]]
-    return [*out, lax.bitwise_not(x), lax.population_count(x), lax.clz(x)]
+    return [*out, lax.bitwise_not(x), lax.population_count(x), lax.clz(x), lax.mulhi(x, y)]
 
 
 def threefry(x, y):

@@ -95,6 +95,9 @@ CASES = [
     Case("transpose", lambda x: x.transpose(2, 0, 1), [CUBE], "0 > 1; 0.2 > 1.2; 1 > 2; P > P"),
     Case("split", lambda x: lax.split(x, (6, 6)), [TALL], "0.2 > 0; P > P"),
     Case("split unevenly", lambda x: lax.split(x, (4, 8)), [TALL]),
+    Case("unstack", lambda x: jnp.unstack(x, axis=1), [CUBE], "0 > 0; 0.2 > 0.2; P > P"),
+    Case("unstack the first", lambda x: jnp.unstack(x), [WIDE], "1 > 0; 1.2 > 0.2"),
+    Case("unstack examples", lambda x: jnp.unstack(x), [TALL]),
     Case("split another", lambda x: lax.split(x, (2, 3), axis=1), [TALL], "0 > 0; 0.2 > 0.2"),
     Case(
         "concatenate",
