@@ -21,7 +21,6 @@ from gshard._util.pytree import flatten
 from gshard._util.validation import flag, shown
 from gshard.checkpoint import array_ranges
 from gshard.checkpoint.arrays import (
-    FIELDS,
     FROZEN_PARAMS,
     PARAMS,
     ArrayInfo,
@@ -36,7 +35,6 @@ from gshard.checkpoint.quiet_orbax import orbax_module
 from gshard.checkpoint.read_arrays import unreadable
 from gshard.checkpoint.step_info import refuse_step
 from gshard.train.shard_train_state import shard_leaf
-from gshard.train_state import OVERWRITTEN
 from gshard.train_state.components import ShardedOptState
 
 ARRAYS = "arrays"  # Orbax's folder within a step
@@ -223,8 +221,6 @@ def _own_name(path: str, known: Collection[str]) -> str:
     unboxed = path.removesuffix("/value")
     if path.startswith(f"{PARAMS}params/") and path not in known:  # beside fp8 statistics
         path = path.replace(f"{PARAMS}params/", PARAMS, 1)
-    elif path.startswith(f"{PARAMS}{OVERWRITTEN}/"):
-        path = path.replace(PARAMS, FIELDS, 1)
     return unboxed if unboxed in known else path
 
 

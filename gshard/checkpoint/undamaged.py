@@ -43,7 +43,12 @@ def find_undamaged(sources: Sequence[Source], asked: int | None) -> tuple[int, i
         if not left:
             break
         step, i = max(left, key=lambda x: (x[0], -x[1]))
-        found = sources[i].damages(step)
+        try:
+            found = sources[i].damages(step)
+        except GShardError:
+            if asked is not None or step in steps_everywhere(sources[i].store):
+                raise
+            continue  # NFS says of a deleted file that its handle is stale
         if not found:
             if bad:
                 warn(f"{_list_damages(sources, bad)}\nStep {step} is restored instead.")

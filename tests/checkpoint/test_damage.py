@@ -247,6 +247,20 @@ def test_an_error_that_may_pass_is_no_damage(saved, monkeypatch, number):
         assert checkpointer.restore(like=saved.state).step == saved.newest
 
 
+def test_a_step_that_another_host_deletes_while_it_is_read(saved, monkeypatch):
+    """NFS says of its files that their handles are stale: the next step is read."""
+    checksums, newest = StepFolder.checksums, saved.newest
+
+    def deleted(step, name, *given):
+        if int(step.name) == newest:
+            shutil.rmtree(step.path, ignore_errors=True)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return checksums(step, name, *given)
+
+    monkeypatch.setattr(StepFolder, "checksums", deleted)
+    assert gshard.Checkpointer(saved.directory).restore(like=saved.state).step == newest - 1
+
+
 def test_what_is_not_of_a_step_is_named(saved, tmp_path):
     step = saved.directory / str(saved.newest)
     (tmp_path / "elsewhere").mkdir()
