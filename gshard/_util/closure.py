@@ -152,7 +152,7 @@ def _attribute(get: Callable[[], Any], names: str, without: Any = None) -> Any:
         bases = x.__mro__[1:] if isinstance(x, type) else type(x).__mro__
         # One by one, since each step looks: most attributes are the object's own.
         place = next((place for place in chain([own], map(vars, bases)) if name in place), None)
-        value = _NOT_COMPARED if place is None else place[name]
+        value: Any = _NOT_COMPARED if place is None else place[name]
         if isinstance(value, _FIELDS) and not isinstance(x, type):
             try:
                 x = found = value.__get__(x)

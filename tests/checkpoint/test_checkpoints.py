@@ -973,7 +973,7 @@ def test_damaged_files_that_are_not_compared_are_said_in_words(tmp_path, run, na
             checkpointer.restore(1, like=run.state, verify=False)
 
 
-def test_a_step_that_is_saved_anew_has_its_new_metric(tmp_path, run, monkeypatch):
+def test_a_step_saved_again_after_its_deletion_has_its_new_metric(tmp_path, run, monkeypatch):
     """Of a store that is far away the metrics are kept, and not read again."""
     monkeypatch.setattr(Disk, "is_remote", True)
     with gshard.Checkpointer(tmp_path, keep_last=1, keep_best=1) as checkpointer:

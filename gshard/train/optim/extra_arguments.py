@@ -43,8 +43,10 @@ def as_optimizers_see(
             refuse_local_gradients(x, ())
         if _shapes(x) in users:
             return logical_grads(plan.kind.trained(x), plan)
-        if type(x) in (tuple, list) and not is_bare:
-            return type(x)(map(seen, x))
+        if type(x) is tuple and not is_bare:
+            return (*map(seen, x),)
+        if type(x) is list and not is_bare:
+            return [*map(seen, x)]
         return x
 
     def converted(name: str, x: Any) -> Any:
