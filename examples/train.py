@@ -3,10 +3,10 @@
     python examples/train.py
     gshard launch --nproc_per_node 2 --virtual_devices 2 examples/train.py --steps 50
 
-Parameters, gradients and optimizer state are sharded over all devices, of any number that divides
-64. After SIGTERM all processes save at the same step and exit, and the next start resumes from
-there; after a kill it resumes from the newest complete step. With several machines, `--output` is a
-folder that all of them see.
+Parameters, gradients and optimizer state are sharded over all devices, whose number must divide 64.
+After SIGTERM all processes save at the same step and exit, and the next start resumes from there;
+after a kill it resumes from the newest complete step. With several machines, `--output` is a folder
+that all of them see.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def spent_on(what: str, items: Iterator[T]) -> Iterator[T]:
 
 
 class collecting(doing):
-    """A context that waits for files of other processes, of which no call is expected."""
+    """A context that waits for files that other processes write, and not for their calls."""
 
     @property
     def ranks(self) -> set[int]:

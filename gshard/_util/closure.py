@@ -6,9 +6,9 @@ import dis
 import inspect
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, takewhile
-from types import CodeType, MemberDescriptorType
+from types import CodeType, FunctionType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 import jax
@@ -99,27 +99,30 @@ def _attributes_read(method: Any) -> list[str]:
         return []
     own = code.co_varnames[0]
     inner = [x for x in _with_inner(code) if x is code or own in x.co_freevars]
-    used = [use for x in inner for use in _uses(x, ("LOAD_FAST", "LOAD_DEREF"))[own] if use]
-    written = {x.argval for c in inner for x in dis.get_instructions(c) if x.opname == "STORE_ATTR"}
-    return [use for use in used if not written.intersection(use.split("."))]
+    return [use for x in inner for use in _uses(x, ("LOAD_FAST", "LOAD_DEREF"))[own] if use]
 
 
 def _uses(code: CodeType, loads: tuple[str, ...]) -> dict[str, list[str]]:
     """By variable the attributes of it that code reads, such as `config.scale` of a trainer.
 
-    An empty name stands for the variable itself.
+    An empty name stands for the variable itself. What the code writes too is left out: a cache.
     """
     found: defaultdict[str, list[str]] = defaultdict(list)
+    written: set[tuple[str, str]] = set()
     read = [*dis.get_instructions(code)]
     for i, now in enumerate(read):
         stores = now.opname == "STORE_FAST_LOAD_FAST" and "LOAD_FAST" in loads  # Python 3.13
         if now.opname.startswith(loads) or stores:
             names = now.argval if isinstance(now.argval, tuple) else (now.argval,)
-            after = takewhile(lambda x: x.opname in _LOAD_ATTRIBUTE, read[i + 1 :])
+            after = [*takewhile(lambda x: x.opname in _LOAD_ATTRIBUTE, read[i + 1 :])]
+            chain, end = ".".join(x.argval for x in after), i + 1 + len(after)
+            if end < len(read) and read[end].opname == "STORE_ATTR":
+                written.add((names[-1], f"{chain}.{read[end].argval}".lstrip(".")))
             for name in names[stores:]:
-                last = name == names[-1]
-                found[name].append(".".join(x.argval for x in after) if last else "")
-    return found
+                found[name].append(chain if name == names[-1] else "")
+    return defaultdict(
+        list, {k: [x for x in uses if (k, x) not in written] for k, uses in found.items()}
+    )
 
 
 def _parts(function: Any, getters: Getters) -> Getters:
@@ -140,10 +143,11 @@ def _parts(function: Any, getters: Getters) -> Getters:
 
 
 def _attribute(get: Callable[[], Any], names: str, without: Any = None) -> Any:
-    """Follows a chain of attributes; returns the value whose method or property comes first.
+    """The value of a chain of attributes, as far as it can be followed without running code.
 
-    If that is the first value of the chain, it returns `without`, where given. The shape or the
-    dtype of an array is not compared: another array may have the same. No code of the user's runs.
+    Of a value whose method or property is next, that is what this method reads of it, or the value
+    itself, such as an array. Where not even the first attribute can be followed it is `without`, if
+    given. The shape and the dtype of an array are not compared: another may have the same.
     """
     x = get()
     found = x if without is None else without
@@ -161,10 +165,41 @@ def _attribute(get: Callable[[], Any], names: str, without: Any = None) -> Any:
         elif place is None or (place is not own and hasattr(type(value), "__get__")):
             if name in _OF_ARRAYS or isinstance(value, (staticmethod, classmethod)):
                 return _NOT_COMPARED
+            method = value.fget if isinstance(value, property) else value
+            if isinstance(method, FunctionType) and not isinstance(x, (jax.Array, np.ndarray)):
+                if found is not without:
+                    own = partial(_same, x)
+                    return [_attribute(own, y, _NOT_COMPARED) for y in _read_by(method)]
             break
         else:
             x = found = value
     return found
+
+
+@lru_cache(maxsize=256)
+def _read_by(method: FunctionType) -> tuple[str, ...]:
+    return (*dict.fromkeys(_attributes_read(method)),)
+
+
+def names_in(function: Any) -> set[str] | None:
+    """The names of attributes that a function and those that it calls by name read.
+
+    None if it has no code that could be read.
+    """
+    opened = _opened(function)[0]
+    if not hasattr(opened, "__code__"):
+        return None
+    getters = read_from_outside(function)[0].values()
+    called = [x for get in getters if isinstance(x := _opened(get())[0], FunctionType)]
+    codes = [own for x in (opened, *called) for own in _with_inner(x.__code__)]
+    return {name for code in codes for name in code.co_names}
+
+
+IN_A_BATCH = (
+    "(There is one program for each shape of the batch; backward has another while gradients add "
+    'up.) Pass a number in the batch, as a scalar array (batch["scale"] = np.float32(scale)), and '
+    "make another model a part of the one that is trained"
+)
 
 
 class OutsideValues:
@@ -175,12 +210,14 @@ class OutsideValues:
     Args:
       function: the user's function.
       what: its name in the message.
+      advice: what to do instead.
     """
 
-    def __init__(self, function: Callable[..., Any], what: str):
-        self._function, self._what = function, what
+    def __init__(self, function: Callable[..., Any], what: str, advice: str = IN_A_BATCH):
+        self._function, self._what, self._advice = function, what, advice
         self._getters: Getters | None = None
         self._before: dict[str, Any] = {}
+        self._has_run = False
 
     def look(self, arguments: Any) -> None:
         """Compares with the last call; nothing inside a trace, where all is compiled again."""
@@ -197,16 +234,16 @@ class OutsideValues:
             self._before = {k: x for k, (_, x) in found.items() if x is not None}
             return
         now = {name: _compared(get()) for name, get in self._getters.items()}
-        changed = [name for name, x in now.items() if _differ(self._before[name], x)]
-        self._before = now
+        before, self._before = self._before, now
+        if not self._has_run:  # what was None until then may be a cache, which that call has filled
+            self._has_run = True
+            before = {name: x if x != () else now[name] for name, x in before.items()}
+        changed = [name for name, x in now.items() if _differ(before[name], x)]
         if changed:
             warn(
                 f"{self._what} reads {some(changed)} from outside, and that has changed since the "
                 "last call. The compiled program still uses the value from when it was compiled. "
-                "(There is one program for each shape of the batch; backward has another while "
-                "gradients add up.) Pass a number in the batch, as a scalar array "
-                '(batch["scale"] = np.float32(scale)), and make another model a part of the one '
-                "that is trained (docs/losses.md, What a loss reads from outside)."
+                f"{self._advice} (docs/losses.md, What a loss reads from outside)."
             )
 
 
@@ -247,6 +284,8 @@ def _arrays(x: Any) -> list[Any]:
 
 
 def _differ(before: Any, now: Any) -> bool:
+    if before == () and now is None:  # a value that is not compared, such as a function
+        return False
     is_nan = before != before and now != now
     return isinstance(before, tuple) is not isinstance(now, tuple) or bool(
         before != now and not is_nan

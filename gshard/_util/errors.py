@@ -71,6 +71,10 @@ class CallOrderError(GShardError, RuntimeError):
     __module__ = "gshard"
 
 
+class OutsideError(GShardError):
+    """Raised for what comes from outside the program, so that a later try may succeed."""
+
+
 class NonFiniteError(GShardError, FloatingPointError):
     """Raised after too many steps in a row with non-finite gradients; names the first such step.
 

@@ -1,8 +1,7 @@
 """Folders for files that a process needs for a while, which no kill leaves behind for long.
 
-They are in `gshard-UID-HOST` of the folder for temporary files (`TMPDIR`). Each process has one
-there, and holds a lock on it. The next process of the machine removes those that nobody holds any
-more; another machine, with which the folder may be shared, might not see the locks.
+They are in `gshard-UID` of the folder for temporary files (`TMPDIR`). Each process has one there,
+and holds a lock on it. The next process removes those that nobody holds any more.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def scratch_folder(prefix: str) -> Path:
 @functools.cache
 def _own_folder(process: int) -> Path:
     """The folder of this process; a forked child gets another one."""
-    root = Path(tempfile.gettempdir()) / f"gshard-{os.getuid()}-{os.uname().nodename}"
+    root = Path(tempfile.gettempdir()) / f"gshard-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
     about = root.lstat()
     if root.is_symlink() or about.st_uid != os.getuid():

@@ -6,6 +6,7 @@ A config is a TOML file, or `module:function`, and options of a command.
 from __future__ import annotations
 
 import dataclasses
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,7 +73,8 @@ def read_config(
     for key, value in (options or {}).items():
         section, dot, name = key.partition(".")
         if dot and section == "arguments":
-            values["arguments"] = {**values.get("arguments", {}), name: value}
+            if isinstance(known := values.get("arguments", {}), dict):  # else it is refused below
+                values["arguments"] = {**known, name: value}
         else:
             values[key] = value
     if options and "devices" in options and "target" not in options:
@@ -89,10 +91,10 @@ def read_config(
 
 def _from_file(source: str) -> dict[str, Any]:
     path = SHIPPED.get(source) or Path(source)
-    if not path.exists() and ":" in source and path.suffix != ".toml":
+    if not os.path.exists(path) and ":" in source and path.suffix != ".toml":
         return {"model": source}
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text("utf-8-sig"))
     except FileNotFoundError:
         near = path.parent.glob("*.toml") if path.parent.is_dir() else ()
         hint = did_you_mean(source, [*near, *SHIPPED])
@@ -110,7 +112,7 @@ def _from_file(source: str) -> dict[str, Any]:
                 f"{path.stem}:FUNCTION."
             ) from None
         raise GShardError(f"{source} is not TOML: {error}.") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # of a number or a table without an end
         raise GShardError(f"{source} cannot be read: {error}.") from None
 
 

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -146,7 +147,8 @@ def keepable(setup: TrainSetup) -> tuple[bool, dict[str, tuple[int, tuple[int, .
     }
     named = bool(dims)
     if not named and setup.loss_fn is not None:
-        dims = batch_dims(setup)
+        with suppress(Exception):  # a loss that one example on one device does not suit
+            dims = batch_dims(setup)
     found = {path: (dim, params[path]) for path, dim in dims.items()}
     share = sum(math.prod(shape) for _, shape in found.values())
     of = sum(map(math.prod, params.values()))

@@ -23,7 +23,7 @@ from gshard.sharding.layout import HOST, Layout
 from gshard.sharding.level import LEVELS
 from gshard.sharding.plan import Plan, check_state, describe_layout
 from gshard.sharding.rules import setting_of
-from gshard.sharding.validate import refuse_donated
+from gshard.sharding.validate import refuse_donated, refuse_traced
 from gshard.train_state import OVERWRITTEN
 
 _MICRO_BATCHES = (1, 2, 4, 8)  # for the table of bytes sent
@@ -76,6 +76,7 @@ def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> 
     parts = plan.kind.split(state)
     same_leaves(parts, flatten(plan.layouts)[0], "the state is")
     arrays = jax.tree.leaves(parts)
+    refuse_traced(arrays, "explain")
     refuse_donated(arrays)
     abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays)
     plans, impossible = _other_levels(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ from gshard.analysis.setup import (
 )
 from gshard.sharding.level import LEVELS
 from gshard.sharding.plan import Plan
+
+_MOST_EXAMPLES = 10**9  # of a device in a step
 
 
 @dataclass(frozen=True)
@@ -321,7 +324,13 @@ def options_to_try(config: Config) -> Iterator[Option]:
     chosen = config.choices
     examples = chosen.micro_batch_size * chosen.micro_batches
     tried = [[(name, value) for value in values] for name, values in config.vary.items()]
-    splits = [k for k in range(1, examples + 1) if examples % k == 0]
+    if examples > _MOST_EXAMPLES:
+        raise GShardError(
+            f"{examples:,} examples of a device in a step are more than gshard advise divides into "
+            "micro-batches. Give a smaller micro_batch_size= or micro_batches=."
+        )
+    small = [k for k in range(1, math.isqrt(examples) + 1) if examples % k == 0]
+    splits = sorted({*small, *(examples // k for k in small)})
     for arguments, name in itertools.product(itertools.product(*tried), config.levels):
         level, reshards = LEVELS[name], (chosen.reshard_after_forward,)
         if not level.shards_params:

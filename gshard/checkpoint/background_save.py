@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from errno import ENOENT
 from pathlib import Path
@@ -56,6 +57,9 @@ class BackgroundSave:
         try:
             self._thread.start()
         except Exception as error:
+            with suppress(Exception):  # the save has failed already
+                self.finish()  # nobody writes any more
+            self.finish = bool
             self._has_failed(error)
         except BaseException:
             if self._thread.ident is None:

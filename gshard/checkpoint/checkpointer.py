@@ -181,10 +181,16 @@ class Checkpointer:
           The files that differ from what was written; empty for an undamaged step.
         """
         files = self._step(step)
-        with store_errors_explained():
-            found = verify_step(files)
+        gone = f"{files} was deleted while it was read."
+        try:
+            with store_errors_explained():
+                found = verify_step(files)
+        except GShardError as error:  # NFS says of a deleted file that its handle is stale
+            if int(files.name) not in self.all_steps():
+                raise GShardError(gone) from error
+            raise
         if found and int(files.name) not in self.all_steps():
-            raise GShardError(f"{files} was deleted while it was read.")
+            raise GShardError(gone)
         return found
 
     @short_traceback

@@ -197,7 +197,7 @@ def _damages_of_file(
 
 
 def _unread(step: StepFiles, name: str, error: OSError, arrays: tuple[str, ...] = ()) -> Damage:
-    """The damage of a file that cannot be read, unless that says nothing of the file."""
+    """The damage of a file that cannot be read; a `StoreError` if the file may be undamaged."""
     if error.errno in _PASSING:
         raise StoreError(
             f"{step}/{name} cannot be read: {why(error)}. That does not mean that it is damaged: "

@@ -33,7 +33,7 @@ from gshard.checkpoint.manifest import PROCESS_MANIFESTS
 from gshard.checkpoint.orbax import ARRAYS
 from gshard.checkpoint.own_files import begin_files, combine
 from gshard.checkpoint.read_arrays import read_arrays
-from gshard.checkpoint.step_files import StepFolder, StorageError
+from gshard.checkpoint.step_files import StepFolder, StoreError
 from gshard.checkpoint.step_info import DAMAGED, DATA, DESCRIPTION, STEP, WRITTEN_LAST, StepInfo
 from gshard.checkpoint.store import Wanted, Wants
 
@@ -86,18 +86,18 @@ class Disk:
         A folder named by a number is a step if gshard wrote into it.
         """
         try:
-            entries = [x for x in os.scandir(self.directory) if x.is_dir()]
+            entries = [*os.scandir(self.directory)]
+            found = [x.name for x in entries if x.is_dir(follow_symlinks=False)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise StorageError(f"{self} cannot be read: {error.strerror}.") from error
-        found = [x.name for x in entries if not x.is_symlink()]
-        links = sorted(x.name for x in entries if x.is_symlink() and STEP.fullmatch(x.name))
+            raise StoreError(f"{self} cannot be read: {error.strerror}.") from error
+        links = sorted(x.name for x in entries if STEP.fullmatch(x.name) and x.is_symlink())
         if links and not self._told_of_links:
             self._told_of_links = True
             warn(
-                f"{self}: {some(links)} is a symbolic link, and no step to gshard, which would "
-                "not know what it may delete. Move the folder itself there."
+                f"{self}: symbolic links are not read as steps ({some(links)}), because deleting "
+                "one would not delete the step. Move the folder itself there."
             )
         numbers = [name for name in found if STEP.fullmatch(name)]
         return sorted(int(x) for x in numbers if any(map(os.path.lexists, self._written_last(x))))

@@ -97,7 +97,7 @@ class StepWriter:
                 try:
                     self.store.open_for_writing()
                 except CallOrderError as error:
-                    raise CallOrderError(
+                    raise type(error)(
                         f"{error} To read only, leave out keep_last=, keep_every=, keep_best= and "
                         "writes=."
                     ) from error

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from gshard._util.crc32 import crc32
 from gshard._util.durable import read_regular
-from gshard._util.errors import CallOrderError, GShardError
+from gshard._util.errors import CallOrderError, OutsideError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -31,11 +31,11 @@ class StoreError(Exception):
     """
 
 
-class StorageError(GShardError):
-    """A `StoreError`, as a user's call raises it: a later try may succeed."""
+class StorageError(OutsideError):
+    """A `StoreError`, as a user's call raises it."""
 
 
-class InUseError(CallOrderError):
+class InUseError(CallOrderError, OutsideError):
     """Another process writes its checkpoints there."""
 
 

@@ -315,7 +315,7 @@ def value_of(word: str) -> Any:
         return word == "True"
     try:
         return tomllib.loads(f"x = {word}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return word
 
 

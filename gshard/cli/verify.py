@@ -13,7 +13,13 @@ from gshard._util.text import bytes_of
 from gshard._util.validation import check_integer
 from gshard.checkpoint.checksums import Damage, verify_step
 from gshard.checkpoint.open_store import open_step_or_store
-from gshard.checkpoint.step_files import Progress, StepFiles, size_of, store_errors_explained
+from gshard.checkpoint.step_files import (
+    Progress,
+    StepFiles,
+    StoreError,
+    size_of,
+    store_errors_explained,
+)
 from gshard.checkpoint.step_info import DESCRIPTION, StepInfo, existing_step
 from gshard.cli.common import Answer, command_parser, parsed, progress_bar, respond, value_of
 from gshard.cli.output import NO, YES
@@ -57,7 +63,7 @@ def _verify(given: Namespace, _: None) -> Answer:
             row, line = dict[str, Any](ok=False), ""
             try:
                 row, line = _verdict(store.step(step), lambda count: bar.advance(task, count))
-            except (OSError, GShardError):
+            except (OSError, GShardError, StoreError):
                 if step in store.steps():
                     raise
             if not row["ok"] and step not in store.steps():

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gshard._util.activity import doing, meet
 from gshard._util.arrays import replicated_value
-from gshard._util.errors import GShardError, some, warn
+from gshard._util.errors import GShardError, OutsideError, some, warn
 from gshard.sharding.plan import Plan
 
 FAULT_TIMEOUT, FAULT_WARN_AFTER = 30.0, 3.0
@@ -283,6 +283,7 @@ def run_on_all(
             raise failure.__context__ from None
         error = failure
     mine = {"what": what(), "why": _one_line(error), "input": isinstance(error, GShardError)}
+    mine["outside"] = isinstance(error, OutsideError)
     texts = all_gather_text(json.dumps(mine), mesh, what=call)
     found = {rank: json.loads(text) for rank, text in texts.items()}
     if len({other["what"] for other in found.values()} - {""}) > 1:
@@ -294,7 +295,8 @@ def run_on_all(
         raise error
     for rank, other in found.items():
         if other["input"]:
-            raise GShardError(f"process {rank}: {other['why']}")
+            kind = OutsideError if other["outside"] else GShardError
+            raise kind(f"process {rank}: {other['why']}")
     if reasons := {rank: other["why"] for rank, other in found.items() if other["why"]}:
         raise FailedError(reasons) from error
     return result

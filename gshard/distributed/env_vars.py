@@ -31,7 +31,7 @@ GRACE = "GSHARD_GRACE"
 
 # The first that is set says which GPUs this process sees, and is set for those that it starts.
 _VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
-_DRIVER_TIMEOUT = 20.0  # seconds
+_DRIVER_TIMEOUT = 60.0  # seconds; it may initialize eight GPUs first
 _NO_GPU = ("", "-1", "NoDevFiles", "none", "void")  # as Slurm and container runtimes write it
 _FORCED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 

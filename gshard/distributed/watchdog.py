@@ -176,9 +176,12 @@ class Watchdog:
             return False
         if _ended(wait, groups):
             return True
+        return wait.seconds >= self._limit(groups)
+
+    def _limit(self, groups: list[Group]) -> float:
         # A process may compile or write, all may be in one long call, or nothing is known.
         uncertain = len(groups) < 2 or any(group.is_busy for group in groups)
-        return wait.seconds >= self._hang_timeout * (_BUSY if uncertain else 1)
+        return self._hang_timeout * (_BUSY if uncertain else 1)
 
     def _speaks(self, groups: list[Group]) -> bool:
         """Whether this process speaks for those that are at the same place."""
@@ -201,7 +204,7 @@ class Watchdog:
         return said
 
     def _outlook(self, wait: _Wait, groups: list[Group]) -> str:
-        limit = self._hang_timeout * (_BUSY if len(groups) < 2 else 1)
+        limit = self._limit(groups)
         end = f" If this lasts {limit:g} s, the job is ended (hang_timeout)." if limit else ""
         if wait.what_runs is self._at_end:
             return "JAX waits 5 minutes at the end of a script for the others, then it fails."

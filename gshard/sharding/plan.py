@@ -371,7 +371,7 @@ class Plan:
             parts.append(f"in 8 bits: {len(found)} arrays of the optimizer state{kept}")
         try:
             fetched = self.fetched_at_once
-        except (TypeError, ValueError):  # the optimizer needs arguments of the user's own loop
+        except Exception:  # the optimizer needs arguments of the user's own loop
             fetched = ()
         if fetched:
             parts.append(

@@ -246,7 +246,8 @@ class TrainStep:
         self._check_mask = MaskCheck(f"the step of {name}", prefix="1/")
         self._outside = [OutsideValues(loss_fn, name)]
         if options.post_update is not None:
-            self._outside.append(OutsideValues(options.post_update, "post_update="))
+            advice = "Keep it in a field of the state, as an array"
+            self._outside.append(OutsideValues(options.post_update, "post_update=", advice))
         shardings, same = [x.sharding for x in jax.tree.leaves(wanted)], plan.sharding()
         self._rng = options.rng
         if options.rng is not None and isinstance(plan.mesh, Mesh):  # not copied again in each step
@@ -309,7 +310,7 @@ class TrainStep:
         for outside in self._outside:
             outside.look(batch)
         if self.options.post_update is not None:
-            warn_of_fixed_fields(state, self.plan)
+            warn_of_fixed_fields(state, self.plan, self.options.post_update)
         jitted, numbers = self.jitted, partial(self.numbers.row, batch, leaf=leaves[0])
         given = leaves, structure, batch, self._rng
         program = self._check_program(structure, batch, lambda: jitted.trace(*given, numbers(0)))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from gshard._util.arguments import named_arguments
 from gshard._util.errors import GShardError, place_of
-from gshard._util.pytree import same_leaves
+from gshard._util.pytree import flatten, same_leaves, subscript
 from gshard._util.validation import flag, names_of, shown
 from gshard.sharding.level import Accumulate
 from gshard.sharding.mesh import refuse_other_context
@@ -154,12 +154,15 @@ def value_and_grad(
 
 def _arrays(name: str, tree: Any) -> Any:
     """A field of the state that a loss is given by name; Python numbers become arrays."""
-    for x in jax.tree.leaves(tree, is_leaf=lambda x: x is None):
+    for path, x in zip(*flatten(tree)[:2], strict=True):
         if isinstance(x, bool) or not (hasattr(x, "dtype") or isinstance(x, (int, float, complex))):
+            advice = "Make it an array, or leave it out."
+            if not path:
+                bound = f"functools.partial(loss_fn, {name}={shown(x)})"
+                advice = f"Bind other arguments of the loss: value_and_grad({bound}, plan)."
             raise GShardError(
-                f"{name}={shown(x)} is no array. By name, value_and_grad(loss_fn, plan) takes "
-                "fields of the state. Bind other arguments of the loss: "
-                f"value_and_grad(functools.partial(loss_fn, {name}={shown(x)}), plan)."
+                f"{name}{subscript(path)} is {shown(x)}, and no array. By name, "
+                f"value_and_grad(loss_fn, plan) takes fields of the state. {advice}"
             )
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 

@@ -285,10 +285,11 @@ class Watch:
             if has_scaler
             else "with float16 pass scaler=gshard.GradScaler()"
         )
-        self._seen: deque[tuple[Guard, Any, Any]] = deque()
+        self._seen: deque[tuple[int, Guard, Any, Any]] = deque()
+        self._states = 0  # how many that the last step had not returned were given
         self._bad: Any = None  # flags of the first step of a row
         self._last: Any = None  # of the state that the last step returned
-        self._row = self._first = 0  # those of the last guard that was checked
+        self._checked = 0, 0, 0  # of the last guard that was: its state, first and row
         self._number = StepNumber()
 
     def add(self, guard: Guard, after: Guard, flags: Any, scale: Any = None) -> None:
@@ -302,7 +303,7 @@ class Watch:
         self._number.end(guard.row)
         self._last = after.row
         if self._most is not None:
-            self._seen.append((guard, flags, scale))
+            self._seen.append((self._states, guard, flags, scale))
 
     def look(self, before: Guard, step: Any) -> None:
         """Checks earlier steps, before one starts with a state of the guard and step number given.
@@ -312,15 +313,17 @@ class Watch:
         of the user's. It may also be an earlier one, to which recorded guards do not belong.
         """
         is_other = before.row is not self._last
-        while self._seen and (len(self._seen) >= LATE or self._has_ended(self._seen[0][0])):
-            guard, flags, scale = self._seen.popleft()
+        self._states += is_other
+        while self._seen and (len(self._seen) >= LATE or self._has_ended(self._seen[0][1])):
+            states, guard, flags, scale = self._seen.popleft()
             row, first = int(guard.row), int(guard.first)
-            if row and (first, row) != (self._first, self._row):  # not one of weight 0
-                named = partial(self._describe, flags, everywhere=False)
-                self._number.skipped(first, row, named)
-                goes_on = first == self._first and row > self._row > 0
+            if row and (states, first, row) != self._checked:  # not one of weight 0
+                if states == self._states:  # else its steps are not counted any more
+                    named = partial(self._describe, flags, everywhere=False)
+                    self._number.skipped(first, row, named)
+                goes_on = first == self._checked[1] and row > self._checked[2] > 0
                 self._bad = self._bad if goes_on else flags
-            self._row, self._first = row, first
+            self._checked = states, first, row
             if self._most is not None and row >= self._most and self._gives_up(row, scale):
                 self._seen.clear()
                 if is_other and int(before.row) < row:

@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     scratch._own_folder.cache_clear()
-    yield tmp_path / f"gshard-{os.getuid()}-{os.uname().nodename}"
+    yield tmp_path / f"gshard-{os.getuid()}"
     scratch._own_folder.cache_clear()
 
 

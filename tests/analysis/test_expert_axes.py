@@ -174,3 +174,13 @@ def test_a_pattern_matches_no_array_whose_path_ends_alike():
     found = {"up": (0, (8, 2, 2)), "down": (0, (8, 2, 2))}
     ((text, _),) = patterns(found, dict.fromkeys([*found, "mlp/up", "mlp/down"])).items()
     assert [path for path in (*found, "mlp/up", "mlp/down") if re.search(text, path)] == [*found]
+
+
+def test_a_loss_that_one_example_does_not_suit_has_no_expert_axes():
+    def loss(params, x):
+        first, second = jnp.split(x @ params["w"], 2)
+        return jnp.square(first - second).mean()
+
+    params = {"w": jnp.zeros((64, 64))}
+    setup = gshard.TrainSetup((params, optax.adam(1e-3)), loss, jnp.zeros((2, 64)))
+    assert keepable(without_arrays(setup)) == (False, {})

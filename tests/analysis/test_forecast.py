@@ -204,6 +204,7 @@ def test_options_win_over_a_file(tmp_path):
         ("model = 'a:b'\narguments = 3", "arguments=3 must be a table"),
         ("model = 'a:b'\n[vary]\nx = 3", "vary.x=3 must be a list"),
         ("model = ", "is not TOML"),
+        (f"devices = {'1' * 5000}", "cannot be read: Exceeds the limit"),
     ],
 )
 def test_a_wrong_config_says_where(tmp_path, text, said):
@@ -212,6 +213,14 @@ def test_a_wrong_config_says_where(tmp_path, text, said):
     with pytest.raises(gshard.GShardError) as caught:
         read_config(str(path))
     assert said in str(caught.value)
+
+
+def test_a_config_as_an_editor_may_save_it(tmp_path):
+    path = tmp_path / "marked.toml"
+    path.write_text("\ufeffmodel = 'a:b'\r\narguments = 3\r\n", "utf-8")  # with a byte order mark
+    for options in ({}, {"arguments.layers": 2}):
+        with pytest.raises(gshard.GShardError, match="arguments=3 must be a table"):
+            read_config(str(path), options)
 
 
 def test_a_missing_file_has_a_near_one(tmp_path):

@@ -660,3 +660,15 @@ def test_the_first_process_writes_global_values_at_the_end_of_the_script_too(tmp
     assert not (tmp_path / "run1-trace").exists()
     assert "step 2  loss 0.5" in ended[0].said
     assert "step" not in ended[1].said and "Warning" not in ended[1].said, ended[1].said
+
+
+def test_values_of_a_trace_are_refused():
+    with gshard.Metrics(every=1, writers=[]) as metrics:
+
+        @jax.jit
+        def step(x):
+            metrics.step({"loss": x.sum()})
+            return x
+
+        with pytest.raises(gshard.GShardError, match="metrics.step was called inside jax.jit"):
+            step(jnp.ones(2))

@@ -448,3 +448,9 @@ def test_offload_takes_the_state_off_the_device():
     )
     assert away.host > 2 * near.params * 0.99
     assert away.peak < near.peak - 0.5 * away.host
+
+
+def test_more_examples_than_can_be_divided():
+    config = read_config("llama-7b", {"micro_batch_size": 10**9, "micro_batches": 2})
+    with pytest.raises(gshard.GShardError, match="2,000,000,000 examples of a device in a step"):
+        next(options_to_try(config))

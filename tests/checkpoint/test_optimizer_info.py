@@ -108,3 +108,17 @@ def test_what_is_known_of_it_has_no_nan():
     _, plan = shard(optax.contrib.schedule_free_sgd(1e-3))
     numbers = optimizer_info(plan)["numbers"]
     assert numbers == sorted(numbers) and all(x == x for x in numbers)
+
+
+def test_a_key_that_an_optimizer_closes_over_is_no_number():
+    key = jax.random.key(0)
+
+    def update(grads, count, params=None):
+        own = jax.random.fold_in(key, count)
+        noise = jax.tree.map(lambda x: jax.random.normal(own, x.shape), grads)
+        return jax.tree.map(lambda g, n: g + 0.25 * n, grads, noise), count + 1
+
+    tx = optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), update)
+    start = ({"w": jnp.ones((4, 4))}, optax.chain(tx, optax.sgd(0.1)))
+    _, plan = gshard.shard_train_state(start, gshard.make_mesh(), "os", min_shard_size=0)
+    assert {0.25, -0.1} <= set(optimizer_info(plan)["numbers"])

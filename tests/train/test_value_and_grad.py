@@ -394,6 +394,15 @@ def test_numbers_of_python_are_arrays():
     for function in (value_and_grad, jax.jit(lambda p, b: value_and_grad(p, {**b, "scale": 2.0}))):
         assert function(state.params, {"x": rows, "scale": 2.0})[0] == 32
     assert value_and_grad(state.params, {"x": rows, "scale": 1.0}, factor=0.5)[0] == 8
-    for wrong in (True, "mean", None):
+    for wrong in (True, "mean"):
         with pytest.raises(gshard.GShardError, match=r"functools.partial\(loss_fn, factor="):
             value_and_grad(state.params, {"x": rows, "scale": 1.0}, factor=wrong)
+    with pytest.raises(gshard.GShardError, match=r"stats\['b'\] is True, and no array.* Make it"):
+        value_and_grad(state.params, {"x": rows, "scale": 1.0}, stats={"a": rows, "b": True})
+
+    def of_any_model(p, b, *, batch_stats):
+        assert batch_stats is None
+        return jnp.mean((b @ p["w"]) ** 2)
+
+    found = gshard.value_and_grad(of_any_model, plan)(state.params, rows, batch_stats=None)
+    assert found[0] == 16

@@ -132,8 +132,9 @@ def _started(
 
     def read() -> None:
         for line in process.stdout or ():
-            if line.endswith("\n"):  # the process may end within a line
-                answers.put(json.loads(line))
+            with suppress(ValueError):  # a part of a line, or what the start of Python printed
+                if isinstance(answer := json.loads(line), dict):
+                    answers.put(answer)
         collecting.join()
         answers.put(None)
 

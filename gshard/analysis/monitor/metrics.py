@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from numbers import Real
 from typing import Any, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -23,6 +24,7 @@ from gshard.analysis.monitor.step_calls import Program, StepCalls, batch_of, ste
 from gshard.analysis.monitor.window import Window, memory, sizes_of
 from gshard.analysis.monitor.writers import JsonLines, SafeWriter, writer_of
 from gshard.checkpoint.disk import as_directory
+from gshard.sharding.validate import refuse_traced
 from gshard.train.train_step import TrainStep
 from gshard.train_state.nonfinite import LATE
 
@@ -137,6 +139,7 @@ class Metrics:
         """
         if self._is_closed:
             raise CallOrderError("these Metrics are closed. Make new ones.")
+        refuse_traced(jax.tree.leaves(info), "metrics.step")
         if not isinstance(info, Mapping):
             raise ArgumentTypeError(
                 f"metrics.step(info): info={shown(info)} is not a dictionary. Pass what the step "
@@ -229,7 +232,8 @@ class Metrics:
         if why and not self._has_said_why:
             self._has_said_why = True
             if any(writer.is_terminal for writer in self._writers):
-                print(f"no MFU: {why}", flush=True)
+                with suppress(OSError, ValueError):  # nobody reads, or the disk is full
+                    print(f"no MFU: {why}", flush=True)
 
     def _at_peak(self, window: Window) -> tuple[float, str]:
         """The time that the arithmetic of a window takes at the devices' peak, or why it is 0."""

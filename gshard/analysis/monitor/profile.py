@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from contextlib import suppress
 from typing import Any, Self
 
 import jax
@@ -141,7 +142,8 @@ class StepProfile:
         except (OSError, RuntimeError) as error:  # a full disk, or the user has stopped it
             warn(f"the {self} was not written: {error}. Training goes on.")
             return
-        print(f"{self}: {self.directory}", flush=True)
+        with suppress(OSError, ValueError):  # nobody reads, or the disk is full
+            print(f"{self}: {self.directory}", flush=True)
         if self._begins > self.first:
             warn(f"the {self} is not complete: it begins at step {self._begins}.")
         if self._number is None or self._number < self.last:

@@ -62,6 +62,7 @@ class Window:
         arrays: list[Any] = [
             x for info in self.infos for x in info.values() if isinstance(x, jax.Array)
         ]
+        arrays = [x for x in arrays if not x.is_deleted()]  # donated, which costs the row
         return all(x.is_ready() for x in arrays)
 
     def fetch(self) -> dict[str, float]:

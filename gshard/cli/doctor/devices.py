@@ -75,7 +75,8 @@ def run_probe(
                 process.communicate(timeout=5)
         guardian.forget(process.pid)
         guardian.close()
-    found = {} if trouble else json.loads(out)
+    # The last line: the start of Python may have printed others, as a sitecustomize.py does.
+    found = {} if trouble else json.loads(out.strip().splitlines()[-1])
     trouble = trouble or one_line(found.get("error", ""))
     reason = reason_in(log.decode(errors="replace"))
     if trouble and reason not in trouble:

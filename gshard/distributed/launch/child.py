@@ -66,14 +66,20 @@ def _packed(error: BaseException) -> bytes | None:
 
 
 def on_host(value: Any) -> Any:
-    """Returns a tree with NumPy arrays in place of JAX's, except for typed random keys."""
+    """Returns a tree with NumPy arrays in place of JAX's, except for typed random keys.
 
-    def moved(x: Any) -> Any:
-        is_array = isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-        return np.asarray(x) if is_array else x
-
+    Not by `jax.tree.map`, which sorts the keys of dictionaries.
+    """
+    if isinstance(value, jax.Array):
+        is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
+        return value if is_key else np.asarray(value)
+    if type(value) is dict:
+        return {key: on_host(x) for key, x in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(on_host, value))
     with suppress(TypeError, ValueError):  # no tree to JAX: a dictionary with keys of two types
-        return jax.tree.map(moved, value)
+        if any(isinstance(x, jax.Array) for x in jax.tree.leaves(value)):
+            return jax.tree.map(on_host, value)
     return value
 
 

@@ -82,9 +82,9 @@ def say_started_often(asked: Request) -> None:
     several = [f"{v}={n}" for v in CLUSTERS if (n := os.environ.get(v)) not in (None, "", "1")]
     if asked.nnodes == 1 and several:
         say(
-            f"gshard: {several[0]} says that this launcher was started several times. Without "
-            "--nnodes each starts a job of its own. Start one launcher on each machine, with "
-            "--nnodes, --rank and --master; or start the script itself, without a launcher."
+            f"gshard: {several[0]}: if this launcher was started several times, each starts a job "
+            "of its own. For one job start a launcher on each machine, with --nnodes, --rank and "
+            "--master; or start the script itself, without a launcher."
         )
 
 

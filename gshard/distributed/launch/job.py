@@ -290,12 +290,13 @@ def collected_signals() -> Iterator[list[int]]:
     """Collects SIGTERM and SIGINT in a list instead of letting them end this program.
 
     SIGUSR1 counts as SIGTERM, and so does SIGHUP, of a terminal that was closed, unless it is
-    ignored, as under `nohup`.
+    ignored, as under `nohup`. A shell and the kernel may both send SIGHUP, which counts once.
     """
     signals: list[int] = []
 
     def collect(number: int, frame: object) -> None:
-        signals.append(number if number == signal.SIGINT else signal.SIGTERM)
+        if number != signal.SIGHUP or not signals:
+            signals.append(number if number == signal.SIGINT else signal.SIGTERM)
 
     hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL else []
     before = {n: signal.signal(n, collect) for n in (*STOP_SIGNALS, signal.SIGINT, *hangup)}

@@ -279,7 +279,8 @@ class Spawned:
         ends = self._supervisor.ends
         codes = {end.code for end in ends.values()}
         unread = [child.rank for child in self._children if isinstance(child.sent, Failure)]
-        unsent = [x.rank for x in self._children if x.sent is None and ends[x.rank].code == 0]
+        left = [rank for rank, end in ends.items() if end.code == 0 and not end.asked]
+        unsent = [x.rank for x in self._children if x.sent is None and x.rank in left]
         if self._terminated or (codes == {0} and not unread and not unsent):
             return
         if unsent:  # the others have lost it

@@ -161,9 +161,9 @@ class Supervisor:
             if time.monotonic() > late:
                 late = math.inf
                 say(
-                    f"gshard: {self._who()} were killed by SIGKILL {_UNKILLABLE:g} s ago and have "
-                    "not ended: the kernel waits for a disk or a device that does not answer. "
-                    f"`kill -9 {os.getpid()}` ends this launcher without them."
+                    f"gshard: these processes were killed by SIGKILL {_UNKILLABLE:g} s ago and "
+                    f"have not ended: {self._who()}. The kernel waits for a disk or a device that "
+                    f"does not answer. `kill -9 {os.getpid()}` ends this program without them."
                 )
 
     def close(self) -> None:

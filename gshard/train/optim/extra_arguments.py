@@ -76,7 +76,9 @@ class _Converted:
         return self._called(*args, **by_name)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_own"], name)
+        if "_own" not in self.__dict__:  # a copy, before it has any
+            raise AttributeError(name)
+        return getattr(self._own, name)
 
 
 def _shapes(tree: Any) -> tuple[Any, list[Any]]:

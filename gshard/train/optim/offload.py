@@ -138,7 +138,8 @@ def _run_in_chunks(
     in_place = [
         _on_host(new) and new.aval == old.aval for new, old in zip(results, replaced, strict=True)
     ]
-    rows = jaxpr.invars[group.inputs[0]].aval.shape[0] // group.chunks
+    size = jaxpr.invars[group.inputs[0]].aval.shape[0]
+    rows = size // group.chunks
 
     def run_chunk(i: Any, now: list[jax.Array]) -> list[jax.Array]:
         full = Bindings(used, scope.read(used))
@@ -146,8 +147,8 @@ def _run_in_chunks(
             if same:
                 full.write([old], [x])
         slices = [
-            lax.dynamic_slice_in_dim(x, i * rows, rows) if jnp.ndim(x) else x
-            for x in full.read(used)
+            lax.dynamic_slice_in_dim(x, i * rows, rows) if jnp.shape(x)[:1] == (size,) else x
+            for x in full.read(used)  # others are scalars and (1, n), which all rows share
         ]
         chunk = Bindings(used, slices)
         for eqn in equations:

@@ -83,7 +83,7 @@ def _describe(plan: Plan) -> dict[str, Any]:
         )
     except Exception:  # the user's own code, which may need what is not there
         return info
-    numbers = {_rounded(x) for x in traced.consts if np.size(x) == 1 and np.isrealobj(x)}
+    numbers = {_rounded(x) for x in traced.consts if _is_number(x)}
     operations: set[str] = set()
     lines: dict[str, None] = {}  # in order, each once: the same for any number of parameters
     variables = {x: i for i, x in enumerate(traced.jaxpr.invars)}
@@ -91,7 +91,7 @@ def _describe(plan: Plan) -> dict[str, Any]:
     for eqn in all_equations(traced.jaxpr):
         operations.add(eqn.primitive.name)
         scalars = [x.val for x in eqn.invars if isinstance(x, Literal)]
-        own = [_rounded(x) for x in scalars if np.size(x) == 1 and np.isrealobj(x)]
+        own = [_rounded(x) for x in scalars if _is_number(x)]
         numbers |= {*own}
         line = f"{eqn.primitive.name} {own}"
         lines[line] = None
@@ -106,6 +106,12 @@ def _describe(plan: Plan) -> dict[str, Any]:
     parameters = hashlib.blake2b("\n".join(forms).encode(), digest_size=8).hexdigest()
     hashes = {"trace": trace, "applied": applied.hexdigest(), "parameters": parameters}
     return info | named | hashes
+
+
+def _is_number(x: Any) -> bool:
+    """Whether it is one real number, and no random key."""
+    is_key = jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.extended)
+    return np.size(x) == 1 and np.isrealobj(x) and not is_key
 
 
 def _rounded(x: Any) -> float:

@@ -109,6 +109,12 @@ ENDS = {
     "a save": (1, TRACEBACK + "gshard.checkpoint.save.SaveFailedError: the disk is full", ""),
     "a list of steps": (1, TRACEBACK + "gshard.checkpoint.step_files.StorageError: no answer", ""),
     "a restore": (1, TRACEBACK + "gshard.distributed.agree.FailedError: Stale file handle", ""),
+    "a bug in a restore": (
+        1,
+        TRACEBACK + "gshard.distributed.agree.FailedError: process 0: KeyError: 'w'",
+        "gshard.distributed.agree.FailedError: process 0: KeyError: 'w'",
+    ),
+    "another process's storage": (1, TRACEBACK + "gshard._util.errors.OutsideError: process 1", ""),
     "a lock": (1, TRACEBACK + "gshard.checkpoint.step_files.InUseError: process 3 on a", ""),
     "a missing file": (1, TRACEBACK + "FileNotFoundError: x", "FileNotFoundError: x"),
     "others did not come": (1, TRACEBACK + "gshard.distributed.rendezvous.NotArrivedError: 1", ""),

@@ -162,6 +162,9 @@ def test_arrays_of_jax_are_arguments():
         functions.kind_of, ({"w": jnp.ones(3)},), nprocs=2, virtual_devices=1
     )
     assert found == [("ndarray", 2)] * 2
+    layers = {"stem": jnp.ones(1), "body": 2}
+    (found,) = gshard.distributed.spawn(list, (layers,), nprocs=1, virtual_devices=1)
+    assert found == ["stem", "body"]  # in the order of the caller
 
 
 def test_a_function_that_leaves_by_os_exit_is_named():

@@ -96,7 +96,7 @@ def test_who_does_not_end_by_sigkill_is_named_once(busy, monkeypatch, capsys):
     busy.kill()
     said = capsys.readouterr().err
     assert said.count("were killed by SIGKILL 0.1 s ago and have not ended") == 1
-    assert f"gshard: rank 3 (process id {child.pid}) were killed" in said
+    assert f"ended: rank 3 (process id {child.pid}). The kernel waits" in said
 
 
 class Saves(Shell):

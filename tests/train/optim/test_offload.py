@@ -385,3 +385,24 @@ def test_chunks_are_not_taken_over_the_users_own_axis(monkeypatch):
     _, grads = gshard.value_and_grad(loss, plan)(state.params, gshard.shard_batch(rows, plan))
     expected = jax.grad(loss)({"w": np.ones((32, 24), np.float32)}, rows)
     np.testing.assert_allclose(grads["w"], expected["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_vector_over_columns_is_read_by_every_chunk(monkeypatch):
+    """Beside a matrix that is updated some rows at a time it has the shape (1, n)."""
+    monkeypatch.setattr(offload_module, "GROUP_SIZE", 512)
+    rate = jnp.linspace(0.1, 1.0, 32)
+    by_column = optax.stateless(lambda g, p: jax.tree.map(lambda x: x * rate, g))
+    tx = optax.chain(by_column, optax.trace(0.9), optax.scale(-0.1))
+    rows, found = np.ones((8, 64), np.float32), []
+    for on_host in (False, True):
+        state, plan = gshard.shard_train_state(
+            ({"w": jnp.ones((64, 32))}, tx),
+            gshard.make_mesh(devices=jax.devices()[:1]),
+            "zero1",
+            offload=on_host,
+        )
+        step = gshard.make_train_step(lambda p, x: jnp.square(x @ p["w"]).mean(), plan)
+        for _ in range(2):
+            state, _ = step(state, rows)
+        found.append(gshard.full_params(state)["w"])
+    np.testing.assert_allclose(*found, rtol=1e-6)
