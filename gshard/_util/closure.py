@@ -5,10 +5,10 @@ from __future__ import annotations
 import dis
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain, takewhile
-from types import CodeType, FunctionType, MemberDescriptorType
+from types import CodeType, MemberDescriptorType
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ class _Named(NamedTuple):
 
 _FIELDS = (MemberDescriptorType, type(vars(_Named)["field"]))  # of slots, of named tuples
 _NOT_COMPARED = object()  # in place of a value that may change without harm
+_NONE = object()  # in place of None, which NumPy's numbers could be compared with
 
 Getters = dict[str, Callable[[], Any]]
 
@@ -99,30 +100,33 @@ def _attributes_read(method: Any) -> list[str]:
         return []
     own = code.co_varnames[0]
     inner = [x for x in _with_inner(code) if x is code or own in x.co_freevars]
-    return [use for x in inner for use in _uses(x, ("LOAD_FAST", "LOAD_DEREF"))[own] if use]
+    used = [use for x in inner for use in _uses(x, ("LOAD_FAST", "LOAD_DEREF"))[own] if use]
+    written = _written(code)
+    return [use for use in used if not written.intersection(use.split("."))]
+
+
+def _written(code: CodeType) -> set[str]:
+    """The attributes that code writes, of any object: a counter, a cache."""
+    found = [x for own in _with_inner(code) for x in dis.get_instructions(own)]
+    return {x.argval for x in found if x.opname == "STORE_ATTR"}
 
 
 def _uses(code: CodeType, loads: tuple[str, ...]) -> dict[str, list[str]]:
     """By variable the attributes of it that code reads, such as `config.scale` of a trainer.
 
-    An empty name stands for the variable itself. What the code writes too is left out: a cache.
+    An empty name stands for the variable itself.
     """
     found: defaultdict[str, list[str]] = defaultdict(list)
-    written: set[tuple[str, str]] = set()
     read = [*dis.get_instructions(code)]
     for i, now in enumerate(read):
         stores = now.opname == "STORE_FAST_LOAD_FAST" and "LOAD_FAST" in loads  # Python 3.13
         if now.opname.startswith(loads) or stores:
             names = now.argval if isinstance(now.argval, tuple) else (now.argval,)
-            after = [*takewhile(lambda x: x.opname in _LOAD_ATTRIBUTE, read[i + 1 :])]
-            chain, end = ".".join(x.argval for x in after), i + 1 + len(after)
-            if end < len(read) and read[end].opname == "STORE_ATTR":
-                written.add((names[-1], f"{chain}.{read[end].argval}".lstrip(".")))
+            after = takewhile(lambda x: x.opname in _LOAD_ATTRIBUTE, read[i + 1 :])
             for name in names[stores:]:
-                found[name].append(chain if name == names[-1] else "")
-    return defaultdict(
-        list, {k: [x for x in uses if (k, x) not in written] for k, uses in found.items()}
-    )
+                last = name == names[-1]
+                found[name].append(".".join(x.argval for x in after) if last else "")
+    return found
 
 
 def _parts(function: Any, getters: Getters) -> Getters:
@@ -133,8 +137,10 @@ def _parts(function: Any, getters: Getters) -> Getters:
         for name, attributes in _uses(own, (*_LOAD_GLOBAL, "LOAD_DEREF")).items():
             uses.setdefault(name, []).extend(attributes)
     found: Getters = {}
+    written = set() if code is None else _written(code)
     for name, get in getters.items():
         attributes = uses.get(name, [""])
+        attributes = [x for x in attributes if not written.intersection(x.split("."))]
         if all(attributes):
             found |= {f"{name}.{x}": partial(_attribute, get, x) for x in attributes}
         else:
@@ -143,11 +149,10 @@ def _parts(function: Any, getters: Getters) -> Getters:
 
 
 def _attribute(get: Callable[[], Any], names: str, without: Any = None) -> Any:
-    """The value of a chain of attributes, as far as it can be followed without running code.
+    """The value of a chain of attributes, up to the first method or property: none is called.
 
-    Of a value whose method or property is next, that is what this method reads of it, or the value
-    itself, such as an array. Where not even the first attribute can be followed it is `without`, if
-    given. The shape and the dtype of an array are not compared: another may have the same.
+    Where that is the first attribute of the chain, it is `without` if that is given. The shape and
+    the dtype of an array are not compared: another array may have the same.
     """
     x = get()
     found = x if without is None else without
@@ -165,34 +170,10 @@ def _attribute(get: Callable[[], Any], names: str, without: Any = None) -> Any:
         elif place is None or (place is not own and hasattr(type(value), "__get__")):
             if name in _OF_ARRAYS or isinstance(value, (staticmethod, classmethod)):
                 return _NOT_COMPARED
-            method = value.fget if isinstance(value, property) else value
-            if isinstance(method, FunctionType) and not isinstance(x, (jax.Array, np.ndarray)):
-                if found is not without:
-                    own = partial(_same, x)
-                    return [_attribute(own, y, _NOT_COMPARED) for y in _read_by(method)]
             break
         else:
             x = found = value
     return found
-
-
-@lru_cache(maxsize=256)
-def _read_by(method: FunctionType) -> tuple[str, ...]:
-    return (*dict.fromkeys(_attributes_read(method)),)
-
-
-def names_in(function: Any) -> set[str] | None:
-    """The names of attributes that a function and those that it calls by name read.
-
-    None if it has no code that could be read.
-    """
-    opened = _opened(function)[0]
-    if not hasattr(opened, "__code__"):
-        return None
-    getters = read_from_outside(function)[0].values()
-    called = [x for get in getters if isinstance(x := _opened(get())[0], FunctionType)]
-    codes = [own for x in (opened, *called) for own in _with_inner(x.__code__)]
-    return {name for code in codes for name in code.co_names}
 
 
 IN_A_BATCH = (
@@ -219,8 +200,12 @@ class OutsideValues:
         self._before: dict[str, Any] = {}
         self._has_run = False
 
-    def look(self, arguments: Any) -> None:
-        """Compares with the last call; nothing inside a trace, where all is compiled again."""
+    def look(self, arguments: Any, own: Iterable[Any] = ()) -> None:
+        """Compares with the last call; nothing inside a trace, where all is compiled again.
+
+        `own` are the arrays of the state, which change in every step: a loss may call a method of
+        the model that it is given, by another name.
+        """
         if self._getters is not None and not self._getters:
             return
         if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(arguments)):
@@ -237,8 +222,15 @@ class OutsideValues:
         before, self._before = self._before, now
         if not self._has_run:  # what was None until then may be a cache, which that call has filled
             self._has_run = True
-            before = {name: x if x != () else now[name] for name, x in before.items()}
+            before = {name: now[name] if x is _NONE else x for name, x in before.items()}
         changed = [name for name, x in now.items() if _differ(before[name], x)]
+        if changed:
+            ids = set(map(id, own))
+            changed = [
+                name
+                for name in changed
+                if not (isinstance(now[name], tuple) and ids.intersection(now[name]))
+            ]
         if changed:
             warn(
                 f"{self._what} reads {some(changed)} from outside, and that has changed since the "
@@ -252,7 +244,7 @@ def _compared(x: Any) -> Any:
     if isinstance(x, (bool, int, float, complex, np.generic)):
         return x
     if x is None:  # what comes in its place is a change
-        return ()
+        return _NONE
     arrays = _arrays(x)
     if not arrays or any(isinstance(y, core.Tracer) for y in arrays):
         return None
@@ -284,8 +276,8 @@ def _arrays(x: Any) -> list[Any]:
 
 
 def _differ(before: Any, now: Any) -> bool:
-    if before == () and now is None:  # a value that is not compared, such as a function
-        return False
+    if before is _NONE or now is _NONE:
+        return before is not now and now is not None  # but for a function and the like
     is_nan = before != before and now != now
     return isinstance(before, tuple) is not isinstance(now, tuple) or bool(
         before != now and not is_nan

@@ -74,6 +74,8 @@ class CallOrderError(GShardError, RuntimeError):
 class OutsideError(GShardError):
     """Raised for what comes from outside the program, so that a later try may succeed."""
 
+    is_outside = True
+
 
 class NonFiniteError(GShardError, FloatingPointError):
     """Raised after too many steps in a row with non-finite gradients; names the first such step.

@@ -130,9 +130,12 @@ class StepNumber:
         for observer in list(observers):
             observer.after(self._number, self._calls, result)
 
-    def skipped(self, step: int, row: int, leaves: Callable[[], str]) -> None:
-        """Tells of a step that changed nothing since its gradient was not finite."""
-        if self._restores >= 0:
+    def skipped(self, step: int, row: int, leaves: Callable[[], str], counted: bool = True) -> None:
+        """Tells of a step that changed nothing since its gradient was not finite.
+
+        `counted`: whether the number of the current state includes it.
+        """
+        if counted and self._restores >= 0:
             self._number -= 1
         if _map is not None:
             tell("skip", step, row=row, leaves=leaves() or None)

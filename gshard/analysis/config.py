@@ -112,7 +112,11 @@ def _from_file(source: str) -> dict[str, Any]:
                 f"{path.stem}:FUNCTION."
             ) from None
         raise GShardError(f"{source} is not TOML: {error}.") from None
-    except (OSError, ValueError, RecursionError) as error:  # of a number or a table without an end
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # too many digits, tables nested too deeply
         raise GShardError(f"{source} cannot be read: {error}.") from None
 
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from errno import ENOENT
 from pathlib import Path
@@ -57,9 +56,7 @@ class BackgroundSave:
         try:
             self._thread.start()
         except Exception as error:
-            with suppress(Exception):  # the save has failed already
-                self.finish()  # nobody writes any more
-            self.finish = bool
+            self.finish = bool  # no manifest is written, so that nobody commits the step
             self._has_failed(error)
         except BaseException:
             if self._thread.ident is None:

@@ -30,6 +30,8 @@ class StoreError(Exception):
     It is no `OSError`, which tells that a file is damaged: nothing is known of the files.
     """
 
+    is_outside = True
+
 
 class StorageError(OutsideError):
     """A `StoreError`, as a user's call raises it."""

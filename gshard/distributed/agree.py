@@ -253,6 +253,10 @@ class FailedError(GShardError):
         super().__init__("; ".join(texts))
 
 
+class FailedOutsideError(FailedError, OutsideError):
+    """A `FailedError` whose reasons come from outside the program, such as a disk."""
+
+
 def run_on_all(
     act: Callable[[], T], mesh: Mesh | None = None, *, call: str, what: Callable[[], str] = str
 ) -> T:
@@ -283,7 +287,7 @@ def run_on_all(
             raise failure.__context__ from None
         error = failure
     mine = {"what": what(), "why": _one_line(error), "input": isinstance(error, GShardError)}
-    mine["outside"] = isinstance(error, OutsideError)
+    mine["outside"] = getattr(error, "is_outside", isinstance(error, OSError))
     texts = all_gather_text(json.dumps(mine), mesh, what=call)
     found = {rank: json.loads(text) for rank, text in texts.items()}
     if len({other["what"] for other in found.values()} - {""}) > 1:
@@ -298,7 +302,8 @@ def run_on_all(
             kind = OutsideError if other["outside"] else GShardError
             raise kind(f"process {rank}: {other['why']}")
     if reasons := {rank: other["why"] for rank, other in found.items() if other["why"]}:
-        raise FailedError(reasons) from error
+        outside = all(found[rank]["outside"] for rank in reasons)
+        raise (FailedOutsideError if outside else FailedError)(reasons) from error
     return result
 
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax.training.train_state import TrainState
 
-from gshard._util.closure import names_in
 from gshard._util.errors import GShardError, warn
 from gshard._util.pytree import differences, flatten, map_leaves
 from gshard._util.validation import shown
@@ -25,24 +24,21 @@ from gshard.train.optim.skip_update import keep_unless
 from gshard.train_state import Components
 
 
-def warn_of_fixed_fields(state: Any, plan: Plan, fn: Callable[..., Any]) -> None:
-    """Warns of fields without arrays that `fn` reads and that have other values than at first."""
+def warn_of_fixed_fields(state: Any, plan: Plan, told: set[str]) -> None:
+    """Warns once of each field without arrays that has another value than at first."""
     if not isinstance(state, TrainState):
         return  # those of an NNX model are a part of the program
     for x in dataclasses.fields(state):
         old, new = getattr(plan.template, x.name), getattr(state, x.name)
         is_fixed = not x.metadata.get("pytree_node", True) and x.name not in ("tx", "apply_fn")
-        if is_fixed and new is not old and not _equal(new, old) and _reads(fn, x.name):
+        if is_fixed and new is not old and x.name not in told and not _equal(new, old):
+            told.add(x.name)
             warn(
                 f"state.{x.name} was {shown(old)} in shard_train_state and is {shown(new)} now. "
-                "post_update= still sees the first value, with which the step was compiled. Make "
-                f"{x.name} a field with an array, or shard the state again with the new value."
+                "If post_update= reads it, it still sees the first value, with which the step was "
+                f"compiled: make {x.name} a field with an array, or shard the state again with "
+                "the new value."
             )
-
-
-def _reads(fn: Callable[..., Any], name: str) -> bool:
-    names = names_in(fn)
-    return names is None or name in names
 
 
 def _equal(a: Any, b: Any) -> bool:

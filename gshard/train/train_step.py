@@ -248,6 +248,7 @@ class TrainStep:
         if options.post_update is not None:
             advice = "Keep it in a field of the state, as an array"
             self._outside.append(OutsideValues(options.post_update, "post_update=", advice))
+        self._told: set[str] = set()  # fixed fields that were warned of
         shardings, same = [x.sharding for x in jax.tree.leaves(wanted)], plan.sharding()
         self._rng = options.rng
         if options.rng is not None and isinstance(plan.mesh, Mesh):  # not copied again in each step
@@ -308,9 +309,9 @@ class TrainStep:
             self._late_checks.look()
         batch = self._place(batch)
         for outside in self._outside:
-            outside.look(batch)
+            outside.look(batch, leaves)
         if self.options.post_update is not None:
-            warn_of_fixed_fields(state, self.plan, self.options.post_update)
+            warn_of_fixed_fields(state, self.plan, self._told)
         jitted, numbers = self.jitted, partial(self.numbers.row, batch, leaf=leaves[0])
         given = leaves, structure, batch, self._rng
         program = self._check_program(structure, batch, lambda: jitted.trace(*given, numbers(0)))

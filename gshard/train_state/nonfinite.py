@@ -289,7 +289,7 @@ class Watch:
         self._states = 0  # how many that the last step had not returned were given
         self._bad: Any = None  # flags of the first step of a row
         self._last: Any = None  # of the state that the last step returned
-        self._checked = 0, 0, 0  # of the last guard that was: its state, first and row
+        self._checked = 0, 0  # `first` and `row` of the last guard
         self._number = StepNumber()
 
     def add(self, guard: Guard, after: Guard, flags: Any, scale: Any = None) -> None:
@@ -317,13 +317,12 @@ class Watch:
         while self._seen and (len(self._seen) >= LATE or self._has_ended(self._seen[0][1])):
             states, guard, flags, scale = self._seen.popleft()
             row, first = int(guard.row), int(guard.first)
-            if row and (states, first, row) != self._checked:  # not one of weight 0
-                if states == self._states:  # else its steps are not counted any more
-                    named = partial(self._describe, flags, everywhere=False)
-                    self._number.skipped(first, row, named)
-                goes_on = first == self._checked[1] and row > self._checked[2] > 0
+            if row and (first, row) != self._checked:  # not one of weight 0
+                named = partial(self._describe, flags, everywhere=False)
+                self._number.skipped(first, row, named, states == self._states)
+                goes_on = first == self._checked[0] and row > self._checked[1] > 0
                 self._bad = self._bad if goes_on else flags
-            self._checked = states, first, row
+            self._checked = first, row
             if self._most is not None and row >= self._most and self._gives_up(row, scale):
                 self._seen.clear()
                 if is_other and int(before.row) < row:

@@ -43,6 +43,7 @@ def test_what_is_read_has_a_name():
 
 CHANGES = {
     "a number": (1.0, 2.0),
+    "a number of NumPy": (np.float32(1.0), np.float32(2.0)),
     "an array": (np.ones(3), np.ones(3)),
     "a tree": ({"w": jnp.ones(2)}, {"w": jnp.ones(2)}),
     "a number that was an array": (jnp.ones(()), 1.0),
@@ -161,6 +162,10 @@ class Read:
     def loss_of_a_lambda(self, x):
         return (lambda: self.scale)()
 
+    def loss_with_a_counter(self, x):
+        self.scale += 1
+        return self.scale
+
     def loss_with_a_cache(self, x):
         if self.cache is None:
             self.cache = 1.0
@@ -180,6 +185,7 @@ LOSSES = {  # of an object, the loss; what of the object is replaced; whether th
     "a static method": (lambda r: lambda x: r.static(x), {"array": jnp.ones(2)}, 0),
     "a comprehension": (lambda r: r.loss_of_a_comprehension, {"scale": 2.0}, 1),
     "a function in a method": (lambda r: r.loss_of_a_lambda, {"scale": 2.0}, 1),
+    "what the loss itself counts": (lambda r: r.loss_with_a_counter, {"scale": 2.0}, 0),
     "what the loss itself writes": (lambda r: r.loss_with_a_cache, {"cache": 2.0}, 0),
 }
 
@@ -206,6 +212,33 @@ def test_an_array_is_compared_of_which_a_loss_calls_a_method():
     outside.look(1.0)
     target = jnp.ones(2)
     with pytest.warns(gshard.GShardWarning, match="the loss reads target.reshape from outside"):
+        outside.look(1.0)
+
+
+def test_a_cache_that_the_first_call_fills_is_no_change():
+    cache = SimpleNamespace(mask=None)
+    outside = OutsideValues(lambda x: cache.mask, "the loss")
+    outside.look(1.0)
+    cache.mask = np.ones(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outside.look(1.0)
+    cache.mask = np.ones(2)
+    with pytest.warns(gshard.GShardWarning, match="the loss reads cache.mask from outside"):
+        outside.look(1.0)
+
+
+def test_the_arrays_of_the_state_change_in_every_step():
+    """A method of the model that is trained, which may read none of them."""
+    model = Network()
+    outside = OutsideValues(lambda x: model.features(x), "the loss")
+    outside.look(1.0)
+    model.inner.bias[...] = jnp.ones(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outside.look(1.0, jax.tree.leaves(nnx.state(model)))
+    model.inner.bias[...] = jnp.ones(2)
+    with pytest.warns(gshard.GShardWarning, match="the loss reads model.features from outside"):
         outside.look(1.0)
 
 

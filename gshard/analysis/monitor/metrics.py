@@ -139,12 +139,12 @@ class Metrics:
         """
         if self._is_closed:
             raise CallOrderError("these Metrics are closed. Make new ones.")
-        refuse_traced(jax.tree.leaves(info), "metrics.step")
         if not isinstance(info, Mapping):
             raise ArgumentTypeError(
                 f"metrics.step(info): info={shown(info)} is not a dictionary. Pass what the step "
                 "returns next to the state: state, info = step(state, batch)."
             )
+        refuse_traced(jax.tree.leaves([*info.values()]), "metrics.step")
         if not self._is_first():
             return
         self._count += 1

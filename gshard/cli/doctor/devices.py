@@ -76,7 +76,9 @@ def run_probe(
         guardian.forget(process.pid)
         guardian.close()
     # The last line: the start of Python may have printed others, as a sitecustomize.py does.
-    found = {} if trouble else json.loads(out.strip().splitlines()[-1])
+    lines = out.strip().splitlines()
+    trouble = trouble or ("" if lines else "it printed no answer")
+    found = {} if trouble else json.loads(lines[-1])
     trouble = trouble or one_line(found.get("error", ""))
     reason = reason_in(log.decode(errors="replace"))
     if trouble and reason not in trouble:

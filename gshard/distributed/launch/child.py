@@ -72,7 +72,9 @@ def on_host(value: Any) -> Any:
     """
     if isinstance(value, jax.Array):
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
-        return value if is_key else np.asarray(value)
+        return value if is_key or isinstance(value, jax.core.Tracer) else np.asarray(value)
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(on_host, value))
     if type(value) is dict:
         return {key: on_host(x) for key, x in value.items()}
     if type(value) in (list, tuple):

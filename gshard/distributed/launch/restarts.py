@@ -16,7 +16,7 @@ _SHOWN = 200  # characters of an error
 _OUTSIDE = re.compile(
     r"([\w.]+\.)?(OSError|IOError|ConnectionError|Connection\w+Error|BrokenPipeError|TimeoutError|"
     r"URLError|HTTPError|gaierror|NotArrivedError|PortTakenError|BarrierError|SaveFailedError|"
-    r"OutsideError|StorageError|InUseError|FailedError(?!.*: \w+(Error|Exception): ))\b"
+    r"OutsideError|FailedOutsideError|StorageError|InUseError)\b"
 )
 _CRASHES = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 

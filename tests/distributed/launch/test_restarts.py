@@ -108,7 +108,7 @@ ENDS = {
     "a disk error": (1, TRACEBACK + "OSError: [Errno 116] Stale file handle", ""),
     "a save": (1, TRACEBACK + "gshard.checkpoint.save.SaveFailedError: the disk is full", ""),
     "a list of steps": (1, TRACEBACK + "gshard.checkpoint.step_files.StorageError: no answer", ""),
-    "a restore": (1, TRACEBACK + "gshard.distributed.agree.FailedError: Stale file handle", ""),
+    "a restore": (1, TRACEBACK + "gshard.distributed.agree.FailedOutsideError: Stale file", ""),
     "a bug in a restore": (
         1,
         TRACEBACK + "gshard.distributed.agree.FailedError: process 0: KeyError: 'w'",
