@@ -112,11 +112,7 @@ def _from_file(source: str) -> dict[str, Any]:
                 f"{path.stem}:FUNCTION."
             ) from None
         raise GShardError(f"{source} is not TOML: {error}.") from None
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # too many digits, tables nested too deeply
+    except (OSError, ValueError, RecursionError) as error:  # too many digits, or too deep
         raise GShardError(f"{source} cannot be read: {error}.") from None
 
 

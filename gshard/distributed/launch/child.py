@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from gshard.distributed.exit import at_exit_with
 
@@ -72,9 +73,9 @@ def on_host(value: Any) -> Any:
     """
     if isinstance(value, jax.Array):
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.extended)
-        return value if is_key or isinstance(value, jax.core.Tracer) else np.asarray(value)
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(map(on_host, value))
+        return value if is_key or isinstance(value, core.Tracer) else np.asarray(value)
+    if isinstance(value, tuple) and (make := getattr(value, "_make", None)) is not None:
+        return make(map(on_host, value))
     if type(value) is dict:
         return {key: on_host(x) for key, x in value.items()}
     if type(value) in (list, tuple):
