@@ -18,7 +18,7 @@ from gshard.sharding.level import Accumulate
 from gshard.sharding.mesh import refuse_other_context
 from gshard.sharding.plan import Plan, check_call
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
-from gshard.train.comm.reduce import accumulation_layouts, divisor_of, reduce, reduce_out_specs
+from gshard.train.comm.reduce import accumulation_layouts, reduce, reduce_out_specs
 from gshard.train.comm.state import mean_over_devices
 from gshard.train.gradients import Gradients, GradientStage, LocalGradients
 from gshard.train.non_trainable import pin_updates
@@ -145,7 +145,8 @@ def value_and_grad(
             return _value(result.loss, (result.aux, has_aux), (updates, bool(names))), grads
         sums, updates = stage.local(parts, batch, rng)
         updates = plan.kind.absorb(target, parts, updates)
-        losses = sums.loss / divisor_of(sums.weight, sums.loss)
+        # Terms of the loss, of which one device has the weight: on the others it is 0.
+        losses = sums.loss / jnp.where(sums.weight == 0, 1, sums.weight)
         grads = plan.kind.gradients(sums.grads, target, {})
         return _value(losses, (updates, bool(names))), dataclasses.replace(sums, grads=grads)
 

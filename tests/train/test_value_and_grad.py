@@ -406,3 +406,19 @@ def test_numbers_of_python_are_arrays():
 
     found = gshard.value_and_grad(of_any_model, plan)(state.params, rows, batch_stats=None)
     assert found[0] == 16
+
+
+def test_the_terms_of_a_call_that_is_not_reduced_are_finite():
+    """One device has the weight of them all."""
+    rows = np.arange(ROWS * 4, dtype=np.float32).reshape(ROWS, 4) / 100
+    start = {"w": np.ones((4, 4), np.float32)}
+    state, plan = gshard.shard_train_state((start, optax.sgd(0.1)), mesh(), "os", min_shard_size=0)
+
+    def loss(p, b):
+        return jnp.mean((b @ p["w"]) ** 2)
+
+    terms, total = gshard.value_and_grad(loss, plan, sync=False)(state.params, rows)
+    assert terms.shape == (DEVICES,) and np.isfinite(terms).all()
+    np.testing.assert_allclose(
+        gshard.reduce_gradients(total, plan)[0], loss(start, rows), rtol=1e-6
+    )
