@@ -341,6 +341,15 @@ def test_a_single_process_is_preempted_too(tmp_path):
         assert job.out.count("saved at") == 1
 
 
+@pytest.fixture
+def hears_sighup():
+    """Also where the tests themselves run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hears_sighup")
 def test_a_terminal_that_is_closed_stops_the_job_in_order(tmp_path):
     with running(launch("--nproc_per_node", 2, WORKER, "until_told"), tmp_path) as job:
         job.until_training()
@@ -351,6 +360,7 @@ def test_a_terminal_that_is_closed_stops_the_job_in_order(tmp_path):
         assert len(set(re.findall(r"saved at (\d+)", job.out))) == 1
 
 
+@pytest.mark.usefixtures("hears_sighup")
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGCHLD])
 def test_signals_that_the_parent_ignores(tmp_path, number):
     """As under `nohup`, where the job goes on; and where children leave no exit code."""
