@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.training.train_state import TrainState
 
 from gshard._util.errors import GShardError, warn
 from gshard._util.pytree import differences, flatten, map_leaves
@@ -22,21 +20,20 @@ from gshard.train.optim.offload import to_device, to_host
 from gshard.train.optim.optimizer import cut_padding
 from gshard.train.optim.skip_update import keep_unless
 from gshard.train_state import Components
+from gshard.train_state.linen import fixed_values
 
 
 def warn_of_fixed_fields(state: Any, plan: Plan, told: set[str]) -> None:
     """Warns once of each field without arrays that has another value than at first."""
-    if not isinstance(state, TrainState):
-        return  # those of an NNX model are a part of the program
-    for x in dataclasses.fields(state):
-        old, new = getattr(plan.template, x.name), getattr(state, x.name)
-        is_fixed = not x.metadata.get("pytree_node", True) and x.name not in ("tx", "apply_fn")
-        if is_fixed and new is not old and x.name not in told and not _equal(new, old):
-            told.add(x.name)
+    first = fixed_values(plan.template)
+    for name, new in fixed_values(state).items():  # those of an NNX model are a part of the program
+        old = first[name]
+        if new is not old and name not in told and not _equal(new, old):
+            told.add(name)
             warn(
-                f"state.{x.name} was {shown(old)} in shard_train_state and is {shown(new)} now. "
+                f"state.{name} was {shown(old)} in shard_train_state and is {shown(new)} now. "
                 "If post_update= reads it, it still sees the first value, with which the step was "
-                f"compiled: make {x.name} a field with an array, or shard the state again with "
+                f"compiled: make {name} a field with an array, or shard the state again with "
                 "the new value."
             )
 

@@ -253,6 +253,14 @@ def _named_boxes(state: Any) -> dict[str, Any]:
     return {path_of(keys): box for keys, box in boxes if hasattr(box, "names")}
 
 
+def fixed_values(state: Any) -> dict[str, Any]:
+    """The fields of a `TrainState` without arrays, but for its optimizer and `apply_fn`."""
+    if not isinstance(state, TrainState):
+        return {}
+    names = [name for name in _fields(state, False) if name not in ("tx", "apply_fn")]
+    return {name: getattr(state, name) for name in names}
+
+
 def _fields(state: Any, arrays: bool) -> list[str]:
     """Returns the names of the fields that hold arrays, or of the others."""
     fields = dataclasses.fields(state)
