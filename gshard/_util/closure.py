@@ -176,7 +176,7 @@ def _attribute(get: Callable[[], Any], names: str, without: Any = None) -> Any:
     return found
 
 
-IN_A_BATCH = (
+_IN_A_BATCH = (
     "(There is one program for each shape of the batch; backward has another while gradients add "
     'up.) Pass a number in the batch, as a scalar array (batch["scale"] = np.float32(scale)), and '
     "make another model a part of the one that is trained"
@@ -194,7 +194,7 @@ class OutsideValues:
       advice: what to do instead.
     """
 
-    def __init__(self, function: Callable[..., Any], what: str, advice: str = IN_A_BATCH):
+    def __init__(self, function: Callable[..., Any], what: str, advice: str = _IN_A_BATCH):
         self._function, self._what, self._advice = function, what, advice
         self._getters: Getters | None = None
         self._before: dict[str, Any] = {}

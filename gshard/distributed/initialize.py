@@ -26,7 +26,7 @@ HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT = 10, 300  # seconds
 
 _NEED = "Call gshard.distributed.initialize() first, before any other use of JAX in the program."
 # Where more than one process runs under these, one that joins none of the others is a mistake.
-CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_CLUSTERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 _joined: list[tuple[JobPosition, JobPosition]] = []  # the arguments, and the resulting position
 watchdogs: list[Watchdog] = []  # that of this process, once it has joined others
@@ -244,11 +244,16 @@ def _join(
     _watch(Watchdog(rank, hang_timeout, Address(at.host, port), token, *servers))
 
 
+def clusters_of_several() -> list[str]:
+    """What a cluster says of several processes, such as `SLURM_STEP_NUM_TASKS=2`."""
+    return [f"{v}={n}" for v in _CLUSTERS if (n := os.environ.get(v)) not in (None, "", "1")]
+
+
 def _join_detected(
     _: JobPosition, bind_address: str | None, hang_timeout: int, **options: Any
 ) -> None:
     """Joins the job that JAX detects; if it detects none, this process is alone."""
-    several = [f"{v}={n}" for v in CLUSTERS if (n := os.environ.get(v)) not in (None, "", "1")]
+    several = clusters_of_several()
     if _jax_has_started():
         if several:
             raise CallOrderError(

@@ -17,7 +17,11 @@ from pathlib import Path
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import check_integer, with_known_spelling
 from gshard.distributed.env_vars import chosen_gpus, device_shares, devices_of, visible_gpus
-from gshard.distributed.initialize import CLUSTERS, HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
+from gshard.distributed.initialize import (
+    HEARTBEAT_TIMEOUT,
+    INITIALIZATION_TIMEOUT,
+    clusters_of_several,
+)
 from gshard.distributed.launch.background_writer import background_output, say
 from gshard.distributed.launch.compilation_cache import OFF, VARIABLE
 from gshard.distributed.launch.elastic import JOIN_TIMEOUT, MAX_RESTARTS, run_elastic
@@ -79,7 +83,7 @@ def say_misplaced(asked: Request) -> None:
 
 def say_started_often(asked: Request) -> None:
     """Says if a cluster starts this launcher several times, each with a job of its own."""
-    several = [f"{v}={n}" for v in CLUSTERS if (n := os.environ.get(v)) not in (None, "", "1")]
+    several = clusters_of_several()
     if asked.nnodes == 1 and several:
         say(
             f"gshard: {several[0]}: if this launcher was started several times, each starts a job "
