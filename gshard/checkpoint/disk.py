@@ -38,7 +38,7 @@ from gshard.checkpoint.step_info import DAMAGED, DATA, DESCRIPTION, STEP, WRITTE
 from gshard.checkpoint.store import Wanted, Wants
 
 SAVING, DELETED = ".saving", ".deleted"
-_DEBRIS = re.compile(rf"({STEP.pattern})((\.\d+)?{re.escape(SAVING)}|{re.escape(DELETED)})")
+_DEBRIS = re.compile(rf"({STEP.pattern})((\.[\w-]+)?{re.escape(SAVING)}|{re.escape(DELETED)})")
 
 
 def as_directory(path: Any) -> Path:
@@ -149,10 +149,9 @@ class Disk:
             self._unlock()
             self._lock = None
 
-    def draft(self, step: int, attempt: int) -> DiskDraft:
-        """A draft of a step, in a folder other than those of earlier attempts."""
-        name = f"{step}{f'.{attempt}' if attempt else ''}{SAVING}"
-        return DiskDraft(self.directory / name, step)
+    def draft(self, step: int, token: str) -> DiskDraft:
+        """A draft of a step, in a folder that no other save writes into."""
+        return DiskDraft(self.directory / f"{step}.{token}{SAVING}", step)
 
     def is_taken(self, step: int) -> bool:
         """Whether there is a folder of that name."""

@@ -6,14 +6,13 @@ none. Each process writes its files into a folder of its machine first, as it wo
 then copies them.
 
 A process uploads its manifest under `.draft/TOKEN`, and the first process gives it its name with
-the commit. The token is drawn for each draft. So what another job, or a save that was given up,
+the commit. Each draft has a token of its own. So what another job, or a save that was given up,
 still writes is never taken for a part of this step.
 """
 
 from __future__ import annotations
 
 import errno
-import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -107,9 +106,9 @@ class ObjectStore:
         self._complete = None
         self._lease.release()
 
-    def draft(self, step: int, attempt: int) -> ObjectDraft:
-        """A draft of a step; a token keeps it apart from others."""
-        return ObjectDraft(self._bucket, self._lease, step)
+    def draft(self, step: int, token: str) -> ObjectDraft:
+        """A draft of a step."""
+        return ObjectDraft(self._bucket, self._lease, step, token)
 
     def is_taken(self, step: int) -> bool:
         """Whether there is an object below that number."""
@@ -201,8 +200,8 @@ class ObjectFiles:
 class ObjectDraft:
     """A step that is being written: in a folder of this machine, and from there in the store."""
 
-    def __init__(self, bucket: Bucket, lease: Lease, step: int):
-        self.step = step
+    def __init__(self, bucket: Bucket, lease: Lease, step: int, token: str):
+        self.step, self._token = step, token
         self._bucket, self._lease = bucket, lease
         self._folder: Path | None = None
         self._uploaded: set[str] = set()  # files that are in the store
@@ -217,15 +216,10 @@ class ObjectDraft:
             self._folder = scratch_folder(f"save-{self.step}")
         return self._folder
 
-    @cached_property
-    def _token(self) -> str:
-        """Which draft of this step it is, as the first process has drawn it."""
-        return self._bucket.read(f"{self.step}/{_TOKEN}").decode()
-
     def make(self, info: StepInfo) -> None:
         """Writes the description, which tells that gshard writes here."""
         self._bucket.create(f"{self.step}/{DESCRIPTION}", info.to_json())
-        self._bucket.create(f"{self.step}/{_TOKEN}", secrets.token_hex(8).encode())
+        self._bucket.create(f"{self.step}/{_TOKEN}", self._token.encode())
 
     def join(self) -> None:
         """Makes the folder of this process."""
@@ -238,7 +232,7 @@ class ObjectDraft:
             (self.folder / DESCRIPTION).write_bytes(content)
             self._uploaded = {DESCRIPTION}
         try:
-            _ = self._token  # read now: a later draft has another one
+            self._check_token()
         except FileNotFoundError:
             raise GShardError(
                 f"save: process {jax.process_index()} does not see {self}, which process 0 has "
@@ -299,17 +293,20 @@ class ObjectDraft:
         self._copy(names - {MANIFEST})
         # As late as possible: a writer that took over has deleted the token of this draft.
         self._lease.check()
-        if self._bucket.read(f"{self.step}/{_TOKEN}").decode() != self._token:
-            raise GShardError(
-                f"{self}: another job has taken over this step, so this save is not completed. End "
-                "one of the two, or give each an address of its own."
-            )
+        self._check_token()
         self._bucket.create(f"{self.step}/{MANIFEST}", self.folder / MANIFEST)
         self._remove_folder()
         with suppress(StoreError, OSError):  # nobody reads them
             drafts = self._bucket.find(f"{self.step}/{_DRAFT}")
             self._bucket.delete([f"{self.step}/{_DRAFT}/{name}" for name in drafts])
         return str(self)
+
+    def _check_token(self) -> None:
+        if self._bucket.read(f"{self.step}/{_TOKEN}").decode() != self._token:
+            raise GShardError(
+                f"{self}: another job has taken over this step, so this save is not completed. End "
+                "one of the two, or give each an address of its own."
+            )
 
     def is_open(self) -> bool:
         """Whether the commit object is not there, but the draft."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -83,7 +84,8 @@ class StepWriter:
         self._data: bytes | None = None
         self._arrays: dict[str, weakref.ref[jax.Array]] = {}
         self._known: Mapping[int, Mapping[str, Any]] = {}  # metadata of the steps, once read
-        self._uncommitted = 0  # saves that were begun and are not known to be steps
+        self._session = secrets.token_hex(4)  # of the first process, once a save has begun
+        self._saves = 0  # that were begun
 
     def reader(self, verify: bool) -> Reader:
         """Reads the steps."""
@@ -168,10 +170,13 @@ class StepWriter:
         self.last_step = None
         self._metadata, self._data = contents.info.metadata, contents.data
         self._arrays = {path: weakref.ref(x) for path, x in contents.arrays.items()}
-        draft = self._draft(contents.step)
-        self._uncommitted += 1
         begun: list[Callable[[], object]] = []
         call = f"save of step {contents.step}"
+        if self.store.is_shared and not self._saves:
+            sessions = all_gather_text(self._session, what=call)
+            self._session = sessions[min(sessions)]
+        draft = self._draft(contents.step)
+        self._saves += 1
         try:
             run_on_all(lambda: begun.append(self._write(draft, contents)), call=call)
         except GShardError:
@@ -254,7 +259,6 @@ class StepWriter:
             raise self._failed(saving.draft.step, error) from error.__cause__
         self.saving = None
         self.last_step = saving.draft.step
-        self._uncommitted -= 1
         if (error := saving.afterwards) is not None:
             warn(
                 f"step {saving.draft.step} is saved, but an older one could not be deleted: {error}"
@@ -283,7 +287,11 @@ class StepWriter:
         self._data = None if data_state is None else packed_data_state(data_state)
 
     def _draft(self, step: int) -> Draft:
-        return self.store.draft(step, self._uncommitted)
+        """What this save writes. An earlier one, of this job or another, may still write its own.
+
+        Another job may be one on a machine that was cut off and is back.
+        """
+        return self.store.draft(step, f"{self._session}-{self._saves}")
 
     def _make_draft(self, contents: Contents) -> Draft:
         """Checks that the step may be written, and makes its draft."""

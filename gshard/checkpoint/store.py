@@ -126,8 +126,8 @@ class Store(Protocol):
         """Lets others write."""
         ...
 
-    def draft(self, step: int, attempt: int) -> Draft:
-        """A draft of a step, apart from those of earlier attempts that failed."""
+    def draft(self, step: int, token: str) -> Draft:
+        """A draft of a step. The token is the same on all processes, and of this save alone."""
         ...
 
     def is_taken(self, step: int) -> bool:

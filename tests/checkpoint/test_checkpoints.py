@@ -566,7 +566,7 @@ def test_a_save_that_is_on_its_way_is_no_step(tmp_path):
     checkpointer = gshard.Checkpointer(tmp_path, asynchronous=False)
     checkpointer.save(5, run.state)
     assert checkpointer.latest_step() == 5
-    (tmp_path / "9.saving").mkdir()
+    (tmp_path / "9.0a1b2c3d-0.saving").mkdir()
     (tmp_path / "7.deleted").mkdir()
     (tmp_path / "08").mkdir()
     (tmp_path / "best").mkdir()

@@ -152,9 +152,10 @@ def test_what_a_failed_save_leaves_goes_with_a_later_one(tmp_path):
         assert all(map(np.array_equal, jax.tree.leaves(restored), jax.tree.leaves(state)))
 
 
-def test_what_a_failed_save_still_writes_is_in_no_step(tmp_path):
-    state, _ = state_of(512)
-    folder, stop = tmp_path / "steps" / "1.saving" / "arrays" / "d", threading.Event()
+@contextmanager
+def written_into(draft: Path) -> Iterator[None]:
+    """As long as somebody goes on to write a save into this folder."""
+    folder, stop = draft / "arrays" / "d", threading.Event()
 
     def write():
         while not stop.is_set():
@@ -162,18 +163,43 @@ def test_what_a_failed_save_still_writes_is_in_no_step(tmp_path):
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / "late").write_bytes(b"late")
 
+    late = threading.Thread(target=write)
+    late.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        late.join()
+
+
+def draft_of(checkpointer: gshard.Checkpointer, step: int) -> Path:
+    """Where the next save writes."""
+    return checkpointer._writer._draft(step).folder
+
+
+def test_what_a_failed_save_still_writes_is_in_no_step(tmp_path):
+    state, _ = state_of(512)
     with gshard.Checkpointer(tmp_path / "steps") as checkpointer:
+        failed = draft_of(checkpointer, 1)
         with files_end_at(100_000), pytest.raises(gshard.SaveFailedError):
             checkpointer.save(1, state)
+            assert failed.exists()
             checkpointer.wait()
-        late = threading.Thread(target=write)
-        late.start()
-        try:
+        with written_into(failed):
             checkpointer.save(1, state)
             checkpointer.wait()
-        finally:
-            stop.set()
-            late.join()
+        assert_there(checkpointer, 1)
+    assert not list((tmp_path / "steps" / "1").rglob("late"))
+
+
+def test_what_an_earlier_job_still_writes_is_in_no_step(tmp_path):
+    """Its machine was cut off, has lost the lock, and is back."""
+    state, _ = state_of(512)
+    with gshard.Checkpointer(tmp_path / "steps") as earlier:
+        cut_off = draft_of(earlier, 1)
+    with gshard.Checkpointer(tmp_path / "steps") as checkpointer, written_into(cut_off):
+        checkpointer.save(1, state)
+        checkpointer.wait()
         assert_there(checkpointer, 1)
     assert not list((tmp_path / "steps" / "1").rglob("late"))
 

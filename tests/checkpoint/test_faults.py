@@ -103,23 +103,25 @@ def test_all_is_on_the_disk_before_the_rename_that_commits(tmp_path):
     if "PTRACE" in done.stderr:
         pytest.skip(f"strace may not look: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
-    before, after, moved = _around_the_commit(log, directory)
+    before, after, moved, draft = _around_the_commit(log, directory)
     step = directory / "2"
     for path in [*step.rglob("*"), step]:
-        name = os.path.normpath(f"{directory}/2.saving/{path.relative_to(step)}")
+        name = os.path.normpath(f"{draft}/{path.relative_to(step)}")
         assert {name, moved.get(name)} & before, f"{name} is not on the disk"
     assert str(directory) in after
     # And so are the folders that the first save made.
     assert {str(directory.parent), str(tmp_path)} <= before
 
 
-def _around_the_commit(log: Path, directory: Path) -> tuple[set[str], set[str], dict[str, str]]:
-    """Paths that were synced before step 2 is one, and after; old names by new ones."""
+def _around_the_commit(
+    log: Path, directory: Path
+) -> tuple[set[str], set[str], dict[str, str], str]:
+    """Paths that were synced before step 2 is one, and after; old names by new ones; its draft."""
     before: set[str] = set()
     after: set[str] = set()
     moved: dict[str, str] = {}
     begun: dict[str, str] = {}
-    synced = before
+    synced, draft = before, ""
     for line in log.read_text().splitlines():
         pid, _, call = line.partition(" ")
         call = call.strip()
@@ -133,7 +135,7 @@ def _around_the_commit(log: Path, directory: Path) -> tuple[set[str], set[str], 
         elif re.match(r"rename", call) and call.endswith("= 0"):
             old, new = re.findall(r'"(.*?)"', call)
             moved[new] = old
-            if (old, new) == (f"{directory}/2.saving", f"{directory}/2"):
-                synced = after
+            if new == f"{directory}/2":
+                synced, draft = after, old
     assert synced is after, "no rename has committed"
-    return before, after, moved
+    return before, after, moved, draft

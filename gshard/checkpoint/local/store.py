@@ -105,9 +105,9 @@ class LocalStore(Disk):
     def _written_last(self, name: str) -> list[Path]:
         return [self.directory / name / INDEX]
 
-    def draft(self, step: int, attempt: int) -> LocalDraft:
+    def draft(self, step: int, token: str) -> LocalDraft:
         """A draft of this process's part of a step."""
-        path = super().draft(step, attempt).folder
+        path = super().draft(step, token).folder
         return LocalDraft(path, step, self, f"{self._session}-{self._saves}")
 
     def next_save(self) -> None:
