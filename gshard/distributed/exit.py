@@ -52,6 +52,7 @@ LOST_PEER = re.compile(
 )
 
 _THREADS_TIMEOUT = 8.0  # seconds that `atexit` functions and other threads have to end
+_FORK_GRACE = 30  # seconds that a forked child has after SIGTERM
 
 _code = 0
 _calls = 0  # of `preempted`
@@ -223,9 +224,28 @@ def _listen() -> None:
         )
     # The signal may come again: from the scheduler, and from the launcher too.
     if alone:
-        signal.signal(signal.SIGTERM, lambda number, frame: _signal_received.set())
+        signal.signal(signal.SIGTERM, _note)
     count_sigusr1_as_sigterm()
     _listening = True
+
+
+def _note(number: int, frame: object) -> None:
+    _signal_received.set()
+
+
+def _end_fork_late() -> None:
+    """Ends a forked child some time after SIGTERM, where its parent goes on after that signal.
+
+    A scheduler that sends it to all processes must not end a data worker before the last batch. But
+    `multiprocessing.Pool` ends its workers with it, and waits for them.
+    """
+    known = signal.getsignal(signal.SIGTERM)
+    by_jax = known is signal.SIG_DFL and not is_default(signal.SIGTERM)
+    if known is _note or by_jax:
+        signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(_FORK_GRACE))
+
+
+os.register_at_fork(after_in_child=_end_fork_late)
 
 
 def count_sigusr1_as_sigterm() -> None:

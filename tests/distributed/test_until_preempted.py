@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import signal
 import threading
+import time
+import warnings
 
 import numpy as np
 import optax
@@ -66,6 +69,26 @@ def test_faulthandler_stays(alone, tmp_path):
         finally:
             faulthandler.unregister(signal.SIGUSR1)
         assert "test_faulthandler_stays" in (tmp_path / "stacks").read_text()
+
+
+def test_a_pool_of_forked_workers_that_are_busy_ends(alone, monkeypatch):
+    """It sends SIGTERM to its workers, and waits for them without a limit."""
+    monkeypatch.setattr(exit, "_FORK_GRACE", 1)
+    gshard.distributed.preempted()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking a process that has threads
+        pool = multiprocessing.get_context("fork").Pool(2)
+    assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
+    pool.map_async(time.sleep, [100, 100], chunksize=1)
+    time.sleep(0.3)
+    workers = multiprocessing.active_children()
+    ends = threading.Thread(target=pool.terminate, daemon=True)
+    ends.start()
+    time.sleep(0.3)
+    assert all(worker.is_alive() for worker in workers)  # a scheduler sends it to them, too
+    ends.join(10)
+    assert not any(worker.is_alive() for worker in workers)
+    assert not gshard.distributed.preempted()
 
 
 def test_batches_that_end_by_themselves(alone):
