@@ -31,7 +31,7 @@ class _Named(NamedTuple):
 
 _FIELDS = (MemberDescriptorType, type(vars(_Named)["field"]))  # of slots, of named tuples
 _NOT_COMPARED = object()  # in place of a value that may change without harm
-_NONE = object()  # in place of None, which NumPy's numbers could be compared with
+_NONE = object()  # in place of None, with which NumPy's numbers cannot be compared
 
 Getters = dict[str, Callable[[], Any]]
 
@@ -43,14 +43,14 @@ def read_from_outside(function: Any) -> tuple[Getters, Getters]:
     """
     function, owner, bound = _opened(function)
     others: Getters = {name: partial(_same, x) for name, x in bound.items()}
-    if owner is not None:
-        own = partial(_same, owner)
-        read = _attributes_read(function)
-        others |= {f"self.{x}": partial(_attribute, own, x, _NOT_COMPARED) for x in read}
     closure: Getters = {"the object of the method": partial(_same, owner)}
     code = getattr(function, "__code__", None)
     if code is None:  # not a Python function
         return closure, others
+    if owner is not None:
+        get = partial(_same, owner)
+        read = [x for name in _read_of_self(code) if name for x in _without_methods(get, name)]
+        others |= {f"self.{x}": partial(_attribute, get, x, _NOT_COMPARED) for x in read}
     found = [x for own in _with_inner(code) for x in dis.get_instructions(own)]
     written = {x.argval for x in found if x.opname in _STORE}
     names = dict.fromkeys(x.argval for x in found if x.opname in _LOAD_GLOBAL)
@@ -93,66 +93,84 @@ def _content(cell: Any) -> Any:
         return _NOT_COMPARED
 
 
-def _attributes_read(method: Any) -> list[str]:
+def _read_of_self(code: CodeType) -> list[str]:
     """The attributes of its object that a method reads, such as the teacher of a trainer."""
-    code = getattr(method, "__code__", None)
-    if code is None or not code.co_varnames:
+    if not code.co_argcount:
         return []
     own = code.co_varnames[0]
     inner = [x for x in _with_inner(code) if x is code or own in x.co_freevars]
-    used = [use for x in inner for use in _uses(x, ("LOAD_FAST", "LOAD_DEREF"))[own] if use]
-    written = _written(code)
-    return [use for use in used if not written.intersection(use.split("."))]
+    return _uses(inner, ("LOAD_FAST", "LOAD_DEREF")).get(own, [])
 
 
-def _written(code: CodeType) -> set[str]:
-    """The attributes that code writes, of any object: a counter, a cache."""
-    found = [x for own in _with_inner(code) for x in dis.get_instructions(own)]
-    return {x.argval for x in found if x.opname == "STORE_ATTR"}
-
-
-def _uses(code: CodeType, loads: tuple[str, ...]) -> dict[str, list[str]]:
+def _uses(codes: Iterable[CodeType], loads: tuple[str, ...]) -> dict[str, list[str]]:
     """By variable the attributes of it that code reads, such as `config.scale` of a trainer.
 
-    An empty name stands for the variable itself.
+    An empty name stands for the variable itself. What the code also writes, such as a counter or a
+    cache, is left out.
     """
     found: defaultdict[str, list[str]] = defaultdict(list)
-    read = [*dis.get_instructions(code)]
-    for i, now in enumerate(read):
-        stores = now.opname == "STORE_FAST_LOAD_FAST" and "LOAD_FAST" in loads  # Python 3.13
-        if now.opname.startswith(loads) or stores:
+    written: defaultdict[str, set[str]] = defaultdict(set)
+    for read in ([*dis.get_instructions(code)] for code in codes):
+        for i, now in enumerate(read):
+            stores = now.opname == "STORE_FAST_LOAD_FAST" and "LOAD_FAST" in loads  # Python 3.13
+            if not now.opname.startswith(loads) and not stores:
+                continue
             names = now.argval if isinstance(now.argval, tuple) else (now.argval,)
-            after = takewhile(lambda x: x.opname in _LOAD_ATTRIBUTE, read[i + 1 :])
-            for name in names[stores:]:
-                last = name == names[-1]
-                found[name].append(".".join(x.argval for x in after) if last else "")
-    return found
+            *before, name = names[stores:]
+            for other in before:
+                found[other].append("")
+            after = [*takewhile(lambda x: x.opname in _LOAD_ATTRIBUTE, read[i + 1 :])]
+            attributes, then = [x.argval for x in after], read[i + 1 + len(after) :]
+            copied = then[0].opname == "COPY"  # `self.calls += 1` loads the object once
+            if copied or then[0].opname == "STORE_ATTR":
+                written[name].add(".".join([*attributes, then[copied].argval]))
+            else:
+                found[name].append(".".join(attributes))
+    return {
+        name: [x for x in uses if not any(f"{x}.".startswith(f"{y}.") for y in written[name])]
+        for name, uses in found.items()
+    }
+
+
+def _without_methods(
+    get: Callable[[], Any], use: str, within: tuple[CodeType, ...] = ()
+) -> list[str]:
+    """A chain of attributes; if it ends at a method or property, what that reads of its object."""
+    head, _, name = use.rpartition(".")
+    x = _attribute(get, head) if head else get()
+    if isinstance(x, (jax.Array, np.ndarray)) or name in getattr(x, "__dict__", {}):
+        return [use]
+    method = inspect.getattr_static(type(x), name, None)
+    code = getattr(inspect.unwrap(getattr(method, "fget", method)), "__code__", None)
+    if code in within:
+        return []
+    read = [""] if code is None else _read_of_self(code)
+    if "" in read:  # it may read anything
+        return [use]
+    chains = [f"{head}.{other}" if head else other for other in read]
+    return [x for chain in chains for x in _without_methods(get, chain, (*within, code))]
 
 
 def _parts(function: Any, getters: Getters) -> Getters:
-    """Where a function reads attributes of a value alone, those in place of it."""
+    """Where a function only reads attributes of a value, those in place of it."""
     code = getattr(_opened(function)[0], "__code__", None)
-    uses: dict[str, list[str]] = {}
-    for own in _with_inner(code) if code is not None else ():
-        for name, attributes in _uses(own, (*_LOAD_GLOBAL, "LOAD_DEREF")).items():
-            uses.setdefault(name, []).extend(attributes)
+    codes = [] if code is None else _with_inner(code)
+    uses = _uses(codes, (*_LOAD_GLOBAL, "LOAD_DEREF"))
     found: Getters = {}
-    written = set() if code is None else _written(code)
     for name, get in getters.items():
-        attributes = uses.get(name, [""])
-        attributes = [x for x in attributes if not written.intersection(x.split("."))]
-        if all(attributes):
-            found |= {f"{name}.{x}": partial(_attribute, get, x) for x in attributes}
-        else:
+        if "" in (attributes := uses.get(name, [""])):
             found[name] = get
+        else:
+            read = [x for use in attributes for x in _without_methods(get, use)]
+            found |= {f"{name}.{x}": partial(_attribute, get, x) for x in read}
     return found
 
 
 def _attribute(get: Callable[[], Any], names: str, without: Any = None) -> Any:
     """The value of a chain of attributes, up to the first method or property: none is called.
 
-    Where that is the first attribute of the chain, it is `without` if that is given. The shape and
-    the dtype of an array are not compared: another array may have the same.
+    If the first attribute is one already, the value is `without`, if given. The shape and the dtype
+    of an array are not compared: another array may have the same.
     """
     x = get()
     found = x if without is None else without
@@ -200,11 +218,10 @@ class OutsideValues:
         self._before: dict[str, Any] = {}
         self._has_run = False
 
-    def look(self, arguments: Any, own: Iterable[Any] = ()) -> None:
+    def look(self, arguments: Any, donated: Iterable[Any] = ()) -> None:
         """Compares with the last call; nothing inside a trace, where all is compiled again.
 
-        `own` are the arrays of the state, which change in every step: a loss may call a method of
-        the model that it is given, by another name.
+        `donated` are the arrays of the state that this call donates.
         """
         if self._getters is not None and not self._getters:
             return
@@ -217,21 +234,22 @@ class OutsideValues:
             found = {name: (get, _compared(get())) for name, get in getters.items()}
             self._getters = {k: get for k, (get, x) in found.items() if x is not None}
             self._before = {k: x for k, (_, x) in found.items() if x is not None}
+            ids = {*map(id, donated)}
+            arrays = {k: x for k, x in self._before.items() if isinstance(x, tuple)}
+            if gone := [name for name, x in arrays.items() if ids.intersection(x)]:
+                warn(
+                    f"{self._what} reads {some(gone)} from outside: arrays of the state that this "
+                    "step donates. The compiled program keeps their present values, and cannot be "
+                    "compiled again once they are deleted. Read what changes from the arguments, "
+                    "and copy what stays as it is: jax.tree.map(jnp.copy, ...)."
+                )
             return
         now = {name: _compared(get()) for name, get in self._getters.items()}
         before, self._before = self._before, now
         if not self._has_run:  # what was None until then may be a cache, which that call has filled
             self._has_run = True
             before = {name: now[name] if x is _NONE else x for name, x in before.items()}
-        changed = [name for name, x in now.items() if _differ(before[name], x)]
-        if changed:
-            ids = set(map(id, own))
-            changed = [
-                name
-                for name in changed
-                if not (isinstance(now[name], tuple) and ids.intersection(now[name]))
-            ]
-        if changed:
+        if changed := [name for name, x in now.items() if _differ(before[name], x)]:
             warn(
                 f"{self._what} reads {some(changed)} from outside, and that has changed since the "
                 "last call. The compiled program still uses the value from when it was compiled. "
@@ -277,7 +295,7 @@ def _arrays(x: Any) -> list[Any]:
 
 def _differ(before: Any, now: Any) -> bool:
     if before is _NONE or now is _NONE:
-        return before is not now and now is not None  # but for a function and the like
+        return before is not now and now is not None  # None: a function and the like
     is_nan = before != before and now != now
     return isinstance(before, tuple) is not isinstance(now, tuple) or bool(
         before != now and not is_nan

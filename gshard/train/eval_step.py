@@ -154,7 +154,7 @@ def make_eval_step(
         parts = plan.kind.split_inference(state)
         check(parts.params)
         batch = shard_batch(batch, plan)
-        outside.look(batch, jax.tree.leaves(parts))
+        outside.look(batch)
         structure = jax.tree.structure(parts)
         check_program(structure, (parts, batch), lambda: jitted.trace(parts, batch))
         check_mask(batch, lambda: jitted.trace(parts, batch), len(jax.tree.leaves(parts)))

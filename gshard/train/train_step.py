@@ -309,7 +309,7 @@ class TrainStep:
             self._late_checks.look()
         batch = self._place(batch)
         for outside in self._outside:
-            outside.look(batch, leaves)
+            outside.look(batch, leaves if self.options.donate else ())
         if self.options.post_update is not None:
             warn_of_fixed_fields(state, self.plan, self._told)
         jitted, numbers = self.jitted, partial(self.numbers.row, batch, leaf=leaves[0])

@@ -145,6 +145,19 @@ class Network(nnx.Module):
     def features(self, x):
         return self.inner(x)
 
+    def all_features(self, x):
+        return self.features(x)
+
+    def error(self, x, y):
+        return self.none(x - y)
+
+    def none(self, x):
+        return self.error(x, 1) if x is None else x
+
+    @property
+    def weights(self):
+        return self.inner.kernel
+
 
 class Read:
     """What the losses below read."""
@@ -153,6 +166,7 @@ class Read:
         self.config, self.slots, self.named = Config(), Slots(), Named()
         self.scale, self.later, self.cache = 1.0, None, None
         self.array, self.tree, self.network = jnp.ones(2), {"w": jnp.ones(2)}, Network()
+        self.temperature = nnx.Param(jnp.ones(()))
 
     static = staticmethod(len)
 
@@ -166,6 +180,10 @@ class Read:
         self.scale += 1
         return self.scale
 
+    def loss_that_writes_elsewhere(self, x):
+        x.scale = x.temperature.value = 1.0
+        return self.scale * self.temperature.value
+
     def loss_with_a_cache(self, x):
         if self.cache is None:
             self.cache = 1.0
@@ -176,6 +194,27 @@ LOSSES = {  # of an object, the loss; what of the object is replaced; whether th
     "a method of an array": (lambda r: lambda x: r.array.reshape(-1, 1), {"array": jnp.ones(2)}, 1),
     "the shape of an array": (lambda r: lambda x: r.array.shape, {"array": jnp.ones(2)}, 0),
     "a method of a model": (lambda r: lambda x: r.network.features(x), {"network": Network()}, 1),
+    "a method within a method": (
+        lambda r: lambda x: r.network.all_features(x),
+        {"network": Network()},
+        1,
+    ),
+    "a property of a model": (lambda r: lambda x: r.network.weights, {"network": Network()}, 1),
+    "a method that reads nothing": (
+        lambda r: lambda x: r.network.error(x, 1),
+        {"network": Network()},
+        0,
+    ),
+    "a name that is written elsewhere": (
+        lambda r: r.loss_that_writes_elsewhere,
+        {"scale": 2.0},
+        1,
+    ),
+    "a Variable whose name is written elsewhere": (
+        lambda r: r.loss_that_writes_elsewhere,
+        {"temperature": nnx.Param(jnp.ones(()))},
+        1,
+    ),
     "a method of a dict": (lambda r: lambda x: [*r.tree.items()], {"tree": {"w": jnp.ones(2)}}, 1),
     "a field that is named size": (lambda r: lambda x: r.config.size, {"config": Config(1, 2)}, 1),
     "another field": (lambda r: lambda x: r.config.size, {"config": Config(2, 1)}, 0),
@@ -228,18 +267,49 @@ def test_a_cache_that_the_first_call_fills_is_no_change():
         outside.look(1.0)
 
 
-def test_the_arrays_of_the_state_change_in_every_step():
-    """A method of the model that is trained, which may read none of them."""
-    model = Network()
-    outside = OutsideValues(lambda x: model.features(x), "the loss")
+def test_a_counter_does_not_hide_the_other_attributes():
+    run = SimpleNamespace(calls=0, scale=1.0)
+
+    def loss(x):
+        run.calls += 1
+        run.calls = run.calls + 1
+        return run.scale * x
+
+    outside = OutsideValues(loss, "the loss")
     outside.look(1.0)
-    model.inner.bias[...] = jnp.ones(2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        outside.look(1.0, jax.tree.leaves(nnx.state(model)))
-    model.inner.bias[...] = jnp.ones(2)
-    with pytest.warns(gshard.GShardWarning, match="the loss reads model.features from outside"):
+    run.calls = 2
+    outside.look(1.0)
+    run.scale = 2.0
+    with pytest.warns(gshard.GShardWarning, match="the loss reads run.scale from outside"):
         outside.look(1.0)
+
+
+def test_a_loss_that_reads_the_state_that_it_trains():
+    """By the name outside: what it is compiled with stays, and is deleted."""
+    params = {"w": np.ones((4, 8), np.float32)}
+    mesh = gshard.make_mesh()
+    state, plan = gshard.shard_train_state(
+        (params, optax.sgd(0.1)), mesh, "zero1", min_shard_size=0
+    )
+    best = state.params["w"]
+
+    def loss(params, batch):
+        return jnp.mean(batch @ params["w"]) + 0.1 * state.step
+
+    def near(params, batch):
+        return jnp.mean(batch @ (params["w"] - best))
+
+    batch = np.ones((8, 4), np.float32)
+    evaluate = gshard.make_eval_step(lambda state_, b: jnp.mean(b @ state.params["w"]), plan)
+    evaluate(state, batch)
+    with pytest.warns(gshard.GShardWarning, match="reads best from outside: arrays of the state"):
+        state, _ = gshard.make_train_step(near, plan)(state, batch)
+    with pytest.warns(gshard.GShardWarning, match=r"reads state.params from outside, and that has"):
+        evaluate(state, batch)
+    step = gshard.make_train_step(loss, plan, donate=False)
+    state, _ = step(state, batch)
+    with pytest.warns(gshard.GShardWarning, match=r"reads state.step from outside, and that has"):
+        step(state, batch)
 
 
 def test_an_attribute_of_the_class_is_compared():
