@@ -144,8 +144,7 @@ def _without_methods(
     code = getattr(inspect.unwrap(getattr(method, "fget", method)), "__code__", None)
     if code in within:
         return []
-    read = [""] if code is None else _read_of_self(code)
-    if "" in read:  # it may read anything
+    if code is None or "" in (read := _read_of_self(code)):  # it may read anything
         return [use]
     chains = [f"{head}.{other}" if head else other for other in read]
     return [x for chain in chains for x in _without_methods(get, chain, (*within, code))]

@@ -18,7 +18,7 @@ from gshard.sharding.level import Accumulate
 from gshard.sharding.mesh import refuse_other_context
 from gshard.sharding.plan import Plan, check_call
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
-from gshard.train.comm.reduce import accumulation_layouts, reduce, reduce_out_specs
+from gshard.train.comm.reduce import accumulation_layouts, divisor_of, reduce, reduce_out_specs
 from gshard.train.comm.state import mean_over_devices
 from gshard.train.gradients import Gradients, GradientStage, LocalGradients
 from gshard.train.non_trainable import pin_updates
@@ -88,10 +88,11 @@ def value_and_grad(
       loss, `(loss, aux)`, `(loss, updates)` or `(loss, (aux, updates))`. NNX: `f(model, batch)`;
       what the loss changes in the model is written into it. No key is folded, except with
       device and micro-batch where `loss_semantics` says so. With `sync=False` the loss has the
-      shape `(devices,)`: that of each device with `"per_device"`, otherwise only its terms, of
-      which `reduce_gradients` makes the loss. It returns aux as well. What it returns can be
-      differentiated, as for a gradient penalty. Under `jax.checkpoint` or in a scan, derivatives
-      are NaN with `reshard_after_forward=n`, and with respect to sharded frozen parameters.
+      shape `(devices,)`: that of each device with `"per_device"`, otherwise its share of a sum,
+      which `reduce_gradients` divides by the weight of all; that returns aux as well. What it
+      returns can be differentiated, as for a gradient penalty. Under `jax.checkpoint` or in a scan,
+      derivatives are NaN with `reshard_after_forward=n`, and with respect to sharded frozen
+      parameters.
 
     Raises:
       GShardError: an option is not valid; at the call, the batch or state does not fit the plan.
@@ -145,8 +146,9 @@ def value_and_grad(
             return _value(result.loss, (result.aux, has_aux), (updates, bool(names))), grads
         sums, updates = stage.local(parts, batch, rng)
         updates = plan.kind.absorb(target, parts, updates)
-        # Terms of the loss, of which one device has the weight: on the others it is 0.
-        losses = sums.loss / jnp.where(sums.weight == 0, 1, sums.weight)
+        losses = sums.loss
+        if loss_semantics == "per_device":
+            losses = losses / divisor_of(sums.weight, losses)
         grads = plan.kind.gradients(sums.grads, target, {})
         return _value(losses, (updates, bool(names))), dataclasses.replace(sums, grads=grads)
 

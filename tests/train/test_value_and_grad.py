@@ -408,8 +408,8 @@ def test_numbers_of_python_are_arrays():
     assert found[0] == 16
 
 
-def test_the_terms_of_a_call_that_is_not_reduced_are_finite():
-    """One device has the weight of them all."""
+def test_the_losses_of_a_call_that_is_not_reduced_are_shares_of_a_sum():
+    """One device has the weight of them all; "per_device", each has its own loss."""
     rows = np.arange(ROWS * 4, dtype=np.float32).reshape(ROWS, 4) / 100
     start = {"w": np.ones((4, 4), np.float32)}
     state, plan = gshard.shard_train_state((start, optax.sgd(0.1)), mesh(), "os", min_shard_size=0)
@@ -417,8 +417,11 @@ def test_the_terms_of_a_call_that_is_not_reduced_are_finite():
     def loss(p, b):
         return jnp.mean((b @ p["w"]) ** 2)
 
-    terms, total = gshard.value_and_grad(loss, plan, sync=False)(state.params, rows)
-    assert terms.shape == (DEVICES,) and np.isfinite(terms).all()
-    np.testing.assert_allclose(
-        gshard.reduce_gradients(total, plan)[0], loss(start, rows), rtol=1e-6
-    )
+    shares, total = gshard.value_and_grad(loss, plan, sync=False)(state.params, rows)
+    assert shares.shape == (DEVICES,)
+    reduced = gshard.reduce_gradients(total, plan)[0]
+    np.testing.assert_allclose(reduced, loss(start, rows), rtol=1e-6)
+    np.testing.assert_allclose(shares.sum() / total.weight.sum(), reduced, rtol=1e-6)
+    each = gshard.value_and_grad(loss, plan, sync=False, loss_semantics="per_device")
+    losses = [loss(start, x) for x in np.split(rows, DEVICES)]
+    np.testing.assert_allclose(each(state.params, rows)[0], losses, rtol=1e-6)
