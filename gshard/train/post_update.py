@@ -27,7 +27,7 @@ def warn_of_fixed_fields(state: Any, plan: Plan, told: set[str]) -> None:
     """Warns once of each field without arrays that has another value than at first."""
     first = fixed_values(plan.template)
     for name, new in fixed_values(state).items():  # those of an NNX model are a part of the program
-        old = first[name]
+        old = first.get(name, new)  # a subclass may have more
         if new is not old and name not in told and not _equal(new, old):
             told.add(name)
             warn(

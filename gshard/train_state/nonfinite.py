@@ -289,7 +289,7 @@ class Watch:
         self._states = 0  # how many that the last step had not returned were given
         self._bad: Any = None  # flags of the first step of a row
         self._last: Any = None  # of the state that the last step returned
-        self._checked = 0, 0  # `first` and `row` of the last guard
+        self._checked = 0, 0, 0  # `first`, `row` and `skipped` of the last guard
         self._number = StepNumber()
 
     def add(self, guard: Guard, after: Guard, flags: Any, scale: Any = None) -> None:
@@ -316,13 +316,14 @@ class Watch:
         self._states += is_other
         while self._seen and (len(self._seen) >= LATE or self._has_ended(self._seen[0][1])):
             states, guard, flags, scale = self._seen.popleft()
-            row, first = int(guard.row), int(guard.first)
-            if row and (first, row) != self._checked:  # not one of weight 0
+            first, row, skipped = map(int, (guard.first, guard.row, guard.skipped))
+            was_empty = (first, row) == self._checked[:2] and skipped > self._checked[2]
+            if row and not was_empty:  # it may be another try, from the same state
                 named = partial(self._describe, flags, everywhere=False)
                 self._number.skipped(first, row, named, states == self._states)
                 goes_on = first == self._checked[0] and row > self._checked[1] > 0
                 self._bad = self._bad if goes_on else flags
-            self._checked = first, row
+            self._checked = first, row, skipped
             if self._most is not None and row >= self._most and self._gives_up(row, scale):
                 self._seen.clear()
                 if is_other and int(before.row) < row:
@@ -333,8 +334,8 @@ class Watch:
                     fix = f"see why a loss scale of {scale} does not help"
                     limit = f", and {_FALLING} times that while the loss scale falls."
                 raise NonFiniteError(
-                    f"{row} step{'s in a row' if row > 1 else ''} had a gradient that is not "
-                    f"finite, from step {first} on. In the first of them it was that of "
+                    f"{row} {'consecutive steps' if row > 1 else 'step'} had non-finite gradients, "
+                    f"starting at step {first} with those of "
                     f"{named}. These steps changed nothing. Look at the batches and the loss of "
                     "that step (jax_debug_nans finds the operation), lower the learning rate, or "
                     f"{fix}. max_bad_steps= sets the limit{limit}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -347,9 +348,18 @@ def test_a_field_that_is_fixed_is_said_to_be():
             state, _ = step(state, rows)
     with pytest.warns(gshard.GShardWarning, match="state.decay was 0.0 in shard_train_state and"):
         state, _ = step(state.replace(decay=1.0), rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        state, _ = step(state.replace(decay=2.0), rows)
     scale = 2.0
     with pytest.warns(gshard.GShardWarning, match="post_update= reads scale from outside, and"):
-        step(state.replace(decay=0.0), rows)
+        state, _ = step(state.replace(decay=0.0), rows)
+
+    class WithMore(WithDecay):
+        name: str = struct.field(pytree_node=False, default="")
+
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    step(WithMore(**fields), rows)
 
 
 def test_it_sees_attributes_of_a_model_as_they_are():

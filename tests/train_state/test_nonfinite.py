@@ -153,7 +153,7 @@ def test_too_many_bad_steps_end_the_run_and_lose_nothing(donate):
     for i in range(2):
         state, _ = step(state, batch(i))
     before, calls = values(state), 0
-    with pytest.raises(gshard.NonFiniteError, match="3 steps in a row .* from step 2 on"):
+    with pytest.raises(gshard.NonFiniteError, match="3 consecutive steps .* at step 2"):
         for _ in range(6):
             state, _ = step(state, batch(3, bad=np.nan))
             calls += 1
@@ -172,14 +172,14 @@ def test_bad_steps_end_the_run_whoever_made_the_state():
         for loss in (loss_fn, lambda p, b, *, seen: loss_fn(p, b, seen=seen))
     ]
     calls = 0
-    with pytest.raises(gshard.NonFiniteError, match="4 steps in a row .* from step 0 on"):
+    with pytest.raises(gshard.NonFiniteError, match="4 consecutive steps .* at step 0"):
         for calls in range(10):
             state, _ = steps[calls % 2](state, batch(bad=np.nan))
     assert calls <= 4 + 2 * 2
     touched = jax.jit(lambda x: x.replace(seen=x.seen + 1), donate_argnums=0)
     state, plan = divided("os")
     step = gshard.make_train_step(loss_fn, plan, mutable="seen", max_bad_steps=4)
-    with pytest.raises(gshard.NonFiniteError, match="4 steps in a row"):
+    with pytest.raises(gshard.NonFiniteError, match="4 consecutive steps"):
         for _ in range(8):
             state = touched(step(state, batch(bad=np.nan))[0])
 
@@ -203,7 +203,7 @@ def test_a_scale_that_can_still_fall_does_not_end_the_run():
     slow = gshard.GradScaler(init_loss_scaling=2.0**15, decr_ratio=0.99)
     step = gshard.make_train_step(lambda p, b: b["x"].mean() * p["a"].mean(), plan,
                                   scaler=slow, max_bad_steps=2)  # fmt: skip
-    with pytest.raises(gshard.NonFiniteError, match="^20 steps in a row .* 10 times that while"):
+    with pytest.raises(gshard.NonFiniteError, match="^20 consecutive steps .* 10 times that while"):
         for _ in range(24):
             state, _ = step(state, {"x": rows["x"] * np.nan})
     fixed = gshard.GradScaler(init_loss_scaling=2.0**15, use_dynamic_loss_scaling=False)
@@ -257,7 +257,7 @@ def test_a_step_without_weight_does_not_hide_a_row_of_bad_ones():
     state, plan = divided("os")
     step = gshard.make_train_step(loss, plan, mutable="seen", max_bad_steps=3)
     one, none = np.ones(ROWS, np.float32), np.zeros(ROWS, np.float32)
-    with pytest.raises(gshard.NonFiniteError, match="3 steps in a row"):
+    with pytest.raises(gshard.NonFiniteError, match=r"^3 consecutive steps .* those of a\b"):
         for i in range(12):
             bad = batch(bad=np.nan) | {"w": one} if i % 2 else batch() | {"w": none}
             state, _ = step(state, bad)
@@ -275,6 +275,25 @@ def test_a_state_of_before_has_no_history():
     with pytest.raises(gshard.NonFiniteError, match="1 step had"):
         for _ in range(3):
             spoiled, _ = step(spoiled, batch())
+
+
+def test_a_bad_step_that_is_tried_again():
+    """From the state of before: the first try is no part of the row that ends the run."""
+    params = {"a": np.ones((4, 2), np.float32), "b": np.ones((4, 2), np.float32)}
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh(), "os", min_shard_size=0)
+    step = gshard.make_train_step(
+        lambda p, b: (b["x"] @ p["a"]).mean() + (b["y"] @ p["b"]).mean(),
+        plan,
+        max_bad_steps=2,
+        donate=False,
+    )
+    good, bad = (np.full((ROWS, 4), x, np.float32) for x in (1, np.nan))
+    step(state, {"x": bad, "y": good})
+    with pytest.raises(
+        gshard.NonFiniteError, match=r"^2 consecutive steps .* at step 0 with those of b\b"
+    ):
+        for _ in range(5):
+            state, _ = step(state, {"x": good, "y": bad})
 
 
 def test_the_reported_norm_of_complex_gradients():
