@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from flax import nnx
 
 import gshard
 from gshard.distributed.exit import STOP_SIGNALS
+from gshard.distributed.launch.child import on_host
 from tests.distributed.launch import spawned_functions as functions
 from tests.jobs import ROOT, launch, running
 
@@ -367,3 +369,18 @@ def test_as_many_processes_as_cores_by_default(monkeypatch):
     assert _count(-1, None, 2) == os.cpu_count()
     sees_gpus(monkeypatch, "3,4,5")
     assert _count(-1, None, None) == 3
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_results_are_sent_with_numpy_arrays_in_the_containers_they_were_in():
+    ones, key = jnp.ones(2), jax.random.key(0)
+    sent = on_host(Pair({"b": ones, "a": [ones, key, "word"]}, functools))
+    assert type(sent) is Pair and list(sent.first) == ["b", "a"]
+    array, same, word = sent.first["a"]
+    assert type(sent.first["b"]) is type(array) is np.ndarray
+    assert same is key and word == "word" and sent.second is functools
+    jax.jit(lambda x: on_host([x])[0])(ones)  # a traced array has no values to send
