@@ -116,6 +116,24 @@ def test_offload_moves_bytes_to_the_host():
     assert away.host + away.optimizer == there.optimizer
 
 
+def test_an_optimizer_with_a_scan_of_one_step():
+    """What it slices and stacks has one dimension more than in its body."""
+
+    def update(grads, moments, params=None):
+        def scaled(carry, rate):
+            return carry, jax.tree.map(lambda g: g * rate, grads)
+
+        _, found = jax.lax.scan(scaled, 0.0, jnp.ones(1))
+        return jax.tree.map(lambda x: x[0], found), moments
+
+    tx = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    params = {"w": jax.ShapeDtypeStruct((256, 512), jnp.float32)}
+    batch = jax.ShapeDtypeStruct((1, 256), jnp.float32)
+    setup = gshard.TrainSetup((params, tx), lambda p, b: jnp.mean((b @ p["w"]) ** 2), batch)
+    found = gshard.forecast(setup, 8).levels
+    assert found["os"].peak < 0.7 * found["dp"].peak
+
+
 def test_a_trillion_parameters_on_16384_devices():
     params = {f"w{i}": jax.ShapeDtypeStruct((100_000, 100_000), jnp.float32) for i in range(100)}
     with pytest.warns(gshard.GShardWarning, match="parameters take 1.15 times as many elements"):

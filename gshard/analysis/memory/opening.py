@@ -114,10 +114,10 @@ class _Builder:
                 self.scope = outer
             elif name in _SAME:
                 outs = self._same(eqn, ins)
-            elif name == "scan" and eqn.params["length"] > 1:
-                outs = self._scan(eqn, ins)
-            elif name == "scan":
+            elif name == "scan" and eqn.params["length"] == 1 and (inside or not _slices(eqn)):
                 outs = self._inline(*opened(eqn.params["jaxpr"]), ins, inside)  # it is no loop
+            elif name == "scan":
+                outs = self._scan(eqn, ins)
             elif name == "while":
                 outs = self._while(eqn, ins)
             elif name == "cond":
@@ -282,6 +282,12 @@ class _Builder:
             for branch in eqn.params["branches"]
         ]
         return self._add("cond", ins, self._results(eqn, ins, inside), eqn, bodies=bodies)
+
+
+def _slices(eqn: Any) -> bool:
+    """Whether a scan slices or stacks arrays, which have one dimension less in its body."""
+    fixed, carried, _ = scan_sizes(eqn)
+    return len(eqn.invars) > fixed + carried or len(eqn.outvars) > carried
 
 
 def _text(eqn: Any, ins: Sequence[int]) -> str:
