@@ -184,6 +184,7 @@ class Linen(Kind):
         named, needed, takes_any = _keywords(loss_fn)
         if takes_any:
             named |= {"rng", *mutable}
+        named -= _bound(loss_fn)
 
         def pure(params: Any, non_trainable: dict[str, Any], batch: Any, rng: Any) -> Any:
             if rng is not None and "rng" not in named:
@@ -282,10 +283,17 @@ def _keywords(loss_fn: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
     )
 
 
+def _bound(loss_fn: Callable[..., Any]) -> set[str]:
+    """The keywords that `functools.partial` has bound, also in a function that was jitted then."""
+    bound: set[str] = set()
+    while isinstance(loss_fn := inspect.unwrap(loss_fn), partial):
+        bound |= loss_fn.keywords.keys()
+        loss_fn = loss_fn.func
+    return bound
+
+
 def _is_0_or_none(loss_fn: Callable[..., Any], name: str) -> bool:
-    """Whether that is the default of an argument, which `functools.partial` has not bound."""
-    if isinstance(loss_fn, partial) and name in loss_fn.keywords:
-        return False
+    """Whether that is the default of an argument."""
     default = inspect.signature(loss_fn).parameters[name].default
     return default is None or (isinstance(default, (int, float)) and default == 0)
 

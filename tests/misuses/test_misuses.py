@@ -19,6 +19,7 @@ CASES = {f"{topic}: {name}": row for topic, rows in TOPICS.items() for name, row
 SLOW = {"Losses", "Files", "Transforms, modes and threads"}  # what works there is compiled
 QUICK = {"jax.disable_jit", "jax.transfer_guard('disallow')"}
 QUICK |= {"a state whose step is a number of Python", "jax.enable_x64 from the start"}
+QUICK |= {"it is a partial function that binds a field of the state"}
 
 
 def is_slow(topic: str, name: str) -> bool:

@@ -46,6 +46,22 @@ def statistics_in_aux(_):
     train(BATCH, new, state, has_aux=True)
 
 
+class WithMean(TrainState):
+    mean: Any = None
+
+
+def binds_a_field(make: Any) -> Any:
+    """A partial gives the loss another mean than that of the state."""
+    state = WithMean.create(apply_fn=None, params=params(), tx=ADAM, mean=jnp.zeros(8))
+    state, plan = shard(state)
+    found = gshard.make_eval_step(make(mean=np.full(8, 7.0, np.float32)), plan)(state, BATCH)
+    return found, make(mean=np.full(8, 7.0, np.float32))(params(), BATCH)
+
+
+def around_a_mean(p, b, *, mean):
+    return loss_fn(p, b) + jnp.square(b["y"] - mean).mean()
+
+
 def with_aux(aux: Any, **options: Any) -> Any:
     return one(lambda p, b: (loss_fn(p, b), aux(b)), has_aux=True, **options)
 
@@ -239,6 +255,12 @@ ROWS = {
     "it is a coroutine": refused(lambda _: one(waits), "coroutine"),
     "it is a generator": refused(lambda _: one(yields), "a generator"),
     "it is a partial function": right(lambda _: (one(functools.partial(scaled, 1.0))[0], alone())),
+    "it is a partial function that binds a field of the state": right(
+        lambda _: binds_a_field(lambda **bound: functools.partial(around_a_mean, **bound))
+    ),
+    "it is a jitted partial function that binds a field of the state": right(
+        lambda _: binds_a_field(lambda **bound: jax.jit(functools.partial(around_a_mean, **bound)))
+    ),
     "it is an object with __call__": right(lambda _: (one(Callable_())[0], alone())),
     "it is jitted": right(lambda _: (one(jax.jit(loss_fn))[0], alone())),
     "it closes over arrays": right(closed_over),
