@@ -16,7 +16,7 @@ from gshard._util.pytree import check_fits, map_leaves
 from gshard._util.tracebacks import short_traceback
 from gshard.sharding.layout import DEVICE, Layout
 from gshard.sharding.validate import refuse_abstract, refuse_donated, refuse_traced
-from gshard.train_state import PARAMETERS, Components, kind_of
+from gshard.train_state import Components, kind_of
 
 
 @short_traceback
@@ -31,8 +31,8 @@ def full_params(state: Any) -> Any:
         pair. Over several processes every process must call this.
 
     Returns:
-      A tree like the user's own parameters; for NNX an `nnx.State`, ready for
-      `nnx.update(model, params)`.
+      A tree like the user's own parameters, with the frozen ones; for NNX an `nnx.State` of every
+      `nnx.Param`, trained or not, ready for `nnx.update(model, params)`.
 
     Raises:
       GShardError: the state did not come from `shard_train_state`.
@@ -47,10 +47,11 @@ def full_params(state: Any) -> Any:
     plan = plan_of(state, "full_params")
     parts, layouts = plan.kind.split(state), plan.layouts
     params = full_on_host(*plan.master_params(parts.params, parts.opt_state))
+    untrained = plan.kind.untrained(plan.template)
     others = {
         name: full_on_host(tree, layouts.non_trainable[name])
         for name, tree in parts.non_trainable.items()
-        if name in PARAMETERS
+        if name in untrained
     }
     return plan.kind.params_of(Components(params, None, None, others), plan.template)
 

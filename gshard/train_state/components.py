@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -133,6 +133,10 @@ class Kind(Protocol):
         """Returns the trained parameters together with the frozen ones of `params`."""
         del params
         return trained
+
+    def untrained(self, state: Any) -> Collection[str]:
+        """Returns the names of non-trainable state that are parameters, though not trained."""
+        ...
 
     def params_of(self, parts: Components, template: Any) -> Any:
         """Returns all parameters as the user's own tree."""

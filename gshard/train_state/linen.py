@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -160,6 +160,10 @@ class Linen(Kind):
     def absorb(self, params: Any, parts: Components, updates: dict[str, Any]) -> dict[str, Any]:
         del params, parts
         return _without_params(updates)
+
+    def untrained(self, state: Any) -> Collection[str]:
+        del state
+        return PARAMETERS
 
     def params_of(self, parts: Components, template: Any) -> Any:
         del template

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -163,8 +163,13 @@ class Nnx(Kind):
         nnx.update(model, parts.static.rest({**parts.non_trainable, **updates}))
         return {}
 
+    def untrained(self, state: Any) -> Collection[str]:
+        return flatten(nnx.state(state[0], nnx.All(nnx.Param, nnx.Not(self.wrt))))[0]
+
     def params_of(self, parts: Components, template: Any) -> Any:
-        return self.gradients(parts.params, template[0], {})
+        paths, _, structure = flatten(nnx.state(template[0], nnx.Any(self.wrt, nnx.Param)))
+        found = dict(zip(*flatten(parts.params)[:2], strict=True)) | parts.non_trainable
+        return jax.tree.unflatten(structure, [found[path] for path in paths])
 
     def random_paths(self, state: Any) -> frozenset[str]:
         return frozenset(flatten(nnx.state(state[0], nnx.RngState))[0])

@@ -348,6 +348,18 @@ def test_an_nnx_filter_says_what_is_trained(level):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-6, err_msg=str(path))
 
 
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_full_params_of_an_nnx_model_include_what_is_not_trained(level):
+    model = NnxNet(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
+    sharded, _ = gshard.shard_train_state((model, optimizer), mesh(), level, min_shard_size=8)
+    found, wanted = gshard.full_params(sharded), nnx.state(model, nnx.Param)
+    assert [*nnx.to_flat_state(found).paths] == [*nnx.to_flat_state(wanted).paths]
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert isinstance(x, np.ndarray)
+        np.testing.assert_array_equal(x, y)
+
+
 class WithTeacher(TrainState):
     ema: Any
     queue: Any
