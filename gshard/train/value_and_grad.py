@@ -132,7 +132,7 @@ def value_and_grad(
     def on_batch(target: Any, batch: Any, /, *, rng: Any = None, **collections: Any) -> Any:
         collections = {name: _arrays(name, tree) for name, tree in collections.items()}
         parts = plan.kind.split_target(target, collections)
-        pure = plan.kind.loss(loss_fn, names, parts.static)
+        pure = plan.kind.loss(loss_fn, names, parts.static, collections)
         stage = GradientStage(pure, plan, options, name)
 
         def arrays(*args: Any) -> Any:

@@ -170,8 +170,17 @@ class Kind(Protocol):
     def check_step(self, state: Any) -> None:
         """Raises a GShardError for a state whose own update `make_train_step` would not call."""
 
-    def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
-        """Returns the user's loss as a pure function of components."""
+    def loss(
+        self,
+        loss_fn: Callable[..., Any],
+        mutable: tuple[str, ...],
+        static: Any,
+        by_name: Collection[str] = (),
+    ) -> PureLoss:
+        """Returns the user's loss as a pure function of components.
+
+        `by_name` are the fields that the caller passes by name: the loss must take each of them.
+        """
         ...
 
     def gradients(self, grads: Any, params: Any, updates: dict[str, Any], /) -> Any:

@@ -18,7 +18,7 @@ from flax.linen.spmd import logical_to_mesh_axes
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
-from gshard._util.errors import GShardError, place_of, some, warn
+from gshard._util.errors import GShardError, did_you_mean, place_of, some, warn
 from gshard._util.pytree import flatten, path_of
 from gshard._util.tracebacks import named_as
 from gshard._util.validation import check_takes, shown
@@ -183,12 +183,25 @@ class Linen(Kind):
             found[path] = tuple(axes or ())
         return found
 
-    def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
+    def loss(
+        self,
+        loss_fn: Callable[..., Any],
+        mutable: tuple[str, ...],
+        static: Any,
+        by_name: Collection[str] = (),
+    ) -> PureLoss:
         del static
         named, needed, takes_any = _keywords(loss_fn)
         if takes_any:
-            named |= {"rng", *mutable}
-        named -= _bound(loss_fn)
+            named |= {"rng", *mutable, *by_name}
+        if unknown := [name for name in by_name if name not in named]:
+            raise GShardError(
+                f"{place_of(loss_fn)} takes no {some(unknown)}, which value_and_grad(loss_fn, "
+                f"plan)(params, batch, ...) was given.{did_you_mean(unknown[0], named)} Leave it "
+                "out, or make it an argument of the loss: loss_fn(params, batch, *, "
+                f"{unknown[0]})."
+            )
+        named -= _bound(loss_fn) - {*by_name}
 
         def pure(params: Any, non_trainable: dict[str, Any], batch: Any, rng: Any) -> Any:
             if rng is not None and "rng" not in named:

@@ -186,7 +186,14 @@ class Nnx(Kind):
                 found["/".join(map(str, path))] = names
         return found
 
-    def loss(self, loss_fn: Callable[..., Any], mutable: tuple[str, ...], static: Any) -> PureLoss:
+    def loss(
+        self,
+        loss_fn: Callable[..., Any],
+        mutable: tuple[str, ...],
+        static: Any,
+        by_name: Collection[str] = (),
+    ) -> PureLoss:
+        del by_name
         if mutable:
             raise GShardError(
                 f"mutable={mutable!r} is for Linen: an NNX model keeps its own state. Leave it out."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -62,6 +63,14 @@ def plain_grad(_):
     state, _, _ = kept("os")
     grads = jax.jit(jax.grad(loss_fn))(state.params, BATCH)
     return gshard.full_params(state.apply_gradients(grads=grads)), alone()
+
+
+def smoothed(p, b, *, smoothing=0.0):
+    return loss_fn(p, b) * (1 + smoothing)
+
+
+def grad_of_smoothed(loss: Any = smoothed) -> Any:
+    return gshard.value_and_grad(loss, kept()[1])
 
 
 def counting_shapes(p, b):
@@ -139,6 +148,26 @@ ROWS = {
         lambda _: gshard.value_and_grad(loss_fn, kept()[1])(params(), BATCH, jax.random.key(0)),
         "f(params, batch, rng=key)",
         error=gshard.ArgumentTypeError,
+    ),
+    "value_and_grad is given a misspelt keyword of the loss": refused(
+        lambda _: grad_of_smoothed()(params(), BATCH, smoothin=1.0),
+        *("takes no smoothin", "Did you mean 'smoothing'?"),
+    ),
+    "value_and_grad is given a keyword of a loss that takes any": right(
+        lambda _: (
+            grad_of_smoothed(lambda p, b, **more: smoothed(p, b, **more))(
+                params(), BATCH, smoothing=1.0
+            )[0],
+            2 * loss_fn(params(), BATCH),
+        )
+    ),
+    "value_and_grad is given a keyword that a partial has bound": right(
+        lambda _: (
+            grad_of_smoothed(functools.partial(smoothed, smoothing=3.0))(
+                params(), BATCH, smoothing=1.0
+            )[0],
+            2 * loss_fn(params(), BATCH),
+        )
     ),
     "value_and_grad without a plan": refused(
         lambda _: gshard.value_and_grad(loss_fn),
