@@ -193,7 +193,7 @@ def make_train_step(
       4096.0
     """
     check_call(loss_fn, plan, "make_train_step(loss_fn, plan)")
-    plan.kind.check_step(plan.template)
+    plan.kind.check_step(plan.template, loss_fn, rng)
     options = TrainStepOptions(
         has_aux=has_aux,
         micro_batches=micro_batches,

@@ -167,8 +167,11 @@ class Kind(Protocol):
         del state
         return True
 
-    def check_step(self, state: Any) -> None:
-        """Raises a GShardError for a state whose own update `make_train_step` would not call."""
+    def check_step(self, state: Any, loss_fn: Callable[..., Any], rng: Any) -> None:
+        """Raises a GShardError for a state whose own update `make_train_step` would not call.
+
+        It warns of a loss that would be without random numbers, since `rng` is None.
+        """
 
     def loss(
         self,

@@ -125,7 +125,14 @@ class Linen(Kind):
                     "could replace it."
                 )
 
-    def check_step(self, state: Any) -> None:
+    def check_step(self, state: Any, loss_fn: Callable[..., Any], rng: Any) -> None:
+        optional = _keywords(loss_fn)[0] - _bound(loss_fn) - {*_fields(state, True)}
+        if rng is None and "rng" in optional and _is_0_or_none(loss_fn, "rng"):
+            warn(
+                f"{place_of(loss_fn)} takes rng=, and make_train_step was given none: dropout and "
+                "the like would be off. Pass rng=jax.random.key(0) to make_train_step; if this is "
+                "meant, pass functools.partial(loss_fn, rng=None) as the loss."
+            )
         for name in _fields(state, True):
             if isinstance(getattr(state, name), DynamicScale):
                 warn(

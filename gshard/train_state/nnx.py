@@ -84,7 +84,8 @@ class Nnx(Kind):
     def trains_the_same(self, state: Any) -> bool:
         return state[1].wrt is self.wrt or state[1].wrt == self.wrt
 
-    def check_step(self, state: Any) -> None:
+    def check_step(self, state: Any, loss_fn: Callable[..., Any], rng: Any) -> None:
+        del loss_fn, rng
         kinds = (x for x in type(state[1]).__mro__ if not x.__module__.startswith("gshard."))
         if next(x for x in kinds if "update" in vars(x)) is not nnx.Optimizer:
             raise GShardError(

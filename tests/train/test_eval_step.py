@@ -291,7 +291,8 @@ def draws(state, plan, steps, **options):
         draw = jax.random.uniform(key if rng is None else rng)
         return p["w"].sum() * 0, {"mean": draw, "square": draw**2}
 
-    step = per_device(loss, plan, has_aux=True, micro_batches=2, **options)
+    given = loss if options else partial(loss, rng=None)
+    step = per_device(given, plan, has_aux=True, micro_batches=2, **options)
     found = []
     for _ in range(steps):
         state, metrics = step(state, {"row": np.arange(8)})

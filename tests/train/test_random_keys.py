@@ -277,7 +277,8 @@ def test_a_global_loss_draws_the_mask_of_one_device(place, k):
     state = with_key(key) if "state" in place else plain()
     state, plan = gshard.shard_train_state(state, mesh(), "p_g_os", min_shard_size=1)
     options: Any = {"rng": key} if place == "rng=" else {}
-    step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=k, **options)
+    given = loss if options else partial(loss, rng=None)
+    step = gshard.make_train_step(given, plan, has_aux=True, micro_batches=k, **options)
     batch = {"x": EYE, "key": key} if "batch" in place else {"x": EYE}
     masks = []
 

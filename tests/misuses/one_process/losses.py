@@ -46,6 +46,11 @@ def statistics_in_aux(_):
     train(BATCH, new, state, has_aux=True)
 
 
+def with_dropout(p, b, rng=None):
+    kept = 1 if rng is None else jax.random.bernoulli(rng, 0.5, b["x"].shape)
+    return loss_fn(p, {**b, "x": b["x"] * kept})
+
+
 class WithMean(TrainState):
     mean: Any = None
 
@@ -337,6 +342,12 @@ ROWS = {
     ),
     "it takes step= with a default, as if gshard passed it": warned(
         lambda _: one(lambda p, b, *, step=0: loss_fn(p, b) * (1 + step)), "step=", "its default"
+    ),
+    "it takes rng=None, and make_train_step has no rng=": warned(
+        lambda _: gshard.make_train_step(with_dropout, kept()[1]), "takes rng=", "jax.random.key(0)"
+    ),
+    "it takes rng=None, and a partial has bound that": right(
+        lambda _: (one(functools.partial(with_dropout, rng=None))[0], alone())
     ),
     "a Weighted is printed as a number": refused(
         lambda _: float(gshard.Weighted(jnp.ones(()), 2)), "no number", "w.sum / w.weight"
