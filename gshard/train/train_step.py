@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gshard._util import events
@@ -206,7 +207,7 @@ def make_train_step(
         reshard_after_forward=reshard_after_forward,
         prefetch=prefetch,
         mutable=names_of("mutable", mutable),
-        rng=typed_key(rng),
+        rng=None if rng is None else jnp.copy(typed_key(rng)),  # it may be a field of the state
         scaler=scaler,
         skip_nonfinite=skip_nonfinite,
         max_bad_steps=max_bad_steps,

@@ -139,6 +139,28 @@ def test_an_nnx_model_and_its_clones_live_on(level):
     optimizer.update(model, grads)
 
 
+class WithKey(TrainState):
+    key: Any
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_the_key_of_a_step_may_be_that_of_the_state(make):
+    """Without a copy one program would be given the same memory as donated and as it is."""
+    params = {"w": np.ones((8, 8), np.float32)}
+    state = WithKey.create(apply_fn=None, params=params, tx=optax.sgd(0.1), key=make(0))
+    state, plan = gshard.shard_train_state(state, gshard.make_mesh(), "os", min_shard_size=0)
+
+    def loss(params, batch, *, rng):
+        return jnp.square(batch @ params["w"]).mean() * jax.random.uniform(rng)
+
+    step = gshard.make_train_step(loss, plan, rng=state.key)
+    own = jax.tree.map(jnp.copy, state)
+    state.key.delete()  # as a donation does
+    for _ in range(2):
+        own, metrics = step(own, params["w"])
+    assert np.isfinite(metrics["loss"])
+
+
 @pytest.mark.parametrize("level", quick(LEVELS, ["os_g", "p_g_os"]))
 def test_without_donation_every_state_lives_on(level):
     state, plan = gshard.shard_train_state(
