@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gshard._util.errors import warn
 from gshard._util.pytree import flatten, map_leaves, same_leaves
@@ -16,7 +17,7 @@ from gshard.sharding.precision import is_floating
 from gshard.train.comm.collectives import gather
 from gshard.train.fsdp.gather_bucket import GatherSpec, gather_specs
 from gshard.train.optim.offload import to_device
-from gshard.train_state import FROZEN
+from gshard.train_state import FROZEN, PARAMETERS, Components
 
 PURPOSE = "non_trainable"  # the purpose under which a budget counts these all-gathers
 
@@ -50,25 +51,42 @@ def to_storage(
     return stored
 
 
-def warn_of_lost_updates(aux: Any, non_trainable: dict[str, Any], mutable: Collection[str]) -> None:
+def warn_of_lost_updates(aux: Any, parts: Components, mutable: Collection[str]) -> None:
     """Warns of new values of the state in `aux`, such as batch statistics, which a step drops."""
-    if isinstance(aux, (tuple, list)):
-        for x in aux:
-            warn_of_lost_updates(x, non_trainable, mutable)
-    if not isinstance(aux, Mapping):
-        return
-    for name, tree in aux.items():
-        old = non_trainable.get(name) if isinstance(name, str) else None
-        # A field that is one array may be among the metrics under its name.
-        if not isinstance(old, Mapping) or name in mutable:
-            continue
-        if flatten(tree)[0] != flatten(old)[0]:
-            continue
+    # A field that is one array may be among the metrics under its name.
+    fields = {
+        name: tree
+        for name, tree in parts.non_trainable.items()
+        if isinstance(tree, Mapping) and name not in (*mutable, *PARAMETERS)
+    }
+
+    def returned(name: Any, tree: Any) -> set[str]:
+        """The fields of which `tree`, which aux has under this name, has new values."""
+        if isinstance(tree, Mapping):
+            own = {x for x, old in fields.items() if _are_alike(tree, old, parts, x == name)}
+            return own.union(*(returned(key, x) for key, x in tree.items()))
+        items = tree if isinstance(tree, (tuple, list)) else ()
+        return set[str]().union(*(returned("", x) for x in items))
+
+    for name in sorted(returned("", aux)) if fields else ():
         warn(
             f"the loss returns {name!r} in aux, and the state has a field of this name, which "
             f"keeps its old value. To change it, pass mutable={name!r} and return "
             f"(loss, {{{name!r}: new}}), or (loss, (aux, {{{name!r}: new}})) with has_aux=True."
         )
+
+
+def _are_alike(tree: Any, field: Any, parts: Components, same_name: bool) -> bool:
+    """Whether a tree is one of new values of a field of the state.
+
+    Under another name, metrics may have the keys of the field by chance, and what belongs to the
+    parameters has those of an average of them.
+    """
+    (paths, new, _), (known, old, _) = flatten(tree), flatten(field)
+    if paths != known or same_name:
+        return paths == known
+    ranks = [jnp.ndim(x) for x in old]
+    return any(ranks) and ranks == [*map(jnp.ndim, new)] and paths != flatten(parts.params)[0]
 
 
 def pin_updates(updates: dict[str, Any], plan: Plan) -> dict[str, Any]:

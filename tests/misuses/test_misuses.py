@@ -20,6 +20,7 @@ SLOW = {"Losses", "Files", "Transforms, modes and threads"}  # what works there 
 QUICK = {"jax.disable_jit", "jax.transfer_guard('disallow')"}
 QUICK |= {"a state whose step is a number of Python", "jax.enable_x64 from the start"}
 QUICK |= {"it is a partial function that binds a field of the state"}
+QUICK |= {"metrics in aux have the keys of batch statistics"}
 
 
 def is_slow(topic: str, name: str) -> bool:

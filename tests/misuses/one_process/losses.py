@@ -39,11 +39,11 @@ class WithStatistics(TrainState):
     batch_stats: Any = None
 
 
-def statistics_in_aux(_):
+def statistics_in_aux(aux: Any) -> Any:
     old = {"mean": np.ones(8)}
     state = WithStatistics.create(apply_fn=None, params=params(), tx=ADAM, batch_stats=old)
-    new = lambda p, b: (loss_fn(p, b), ({"batch_stats": {"mean": b["y"].mean(0)}}, 3))  # noqa: E731
-    train(BATCH, new, state, has_aux=True)
+    new = lambda p, b: (loss_fn(p, b), aux({"mean": b["y"].mean(0)}))  # noqa: E731
+    return train(BATCH, new, state, has_aux=True)
 
 
 def with_dropout(p, b, rng=None):
@@ -383,7 +383,25 @@ ROWS = {
         *("'batch_stats'", "no field of the state", "has_aux=True"),
     ),
     "batch statistics are returned in aux, and mutable= is forgotten": warned(
-        statistics_in_aux, "mutable='batch_stats'", "keeps its old value"
+        lambda _: statistics_in_aux(lambda new: ({"batch_stats": new}, 3)),
+        *("mutable='batch_stats'", "keeps its old value"),
+    ),
+    "batch statistics are aux, without a name": warned(
+        lambda _: statistics_in_aux(lambda new: new), "mutable='batch_stats'"
+    ),
+    "batch statistics are returned deep in aux": warned(
+        lambda _: statistics_in_aux(lambda new: {"loss": 1.0, "updates": {"batch_stats": new}}),
+        "mutable='batch_stats'",
+    ),
+    "all updates are returned in aux as batch statistics": warned(
+        lambda _: statistics_in_aux(lambda new: {"batch_stats": {"batch_stats": new}}),
+        "mutable='batch_stats'",
+    ),
+    "metrics in aux have the keys of batch statistics": right(
+        lambda _: (
+            statistics_in_aux(lambda new: {"y": {"mean": new["mean"].mean()}})[0],
+            alone(),
+        )
     ),
     "mutable= of a loss that returns none": refused(
         lambda _: one(loss_fn, mutable="batch_stats"), "batch_stats"
