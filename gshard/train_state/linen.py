@@ -250,7 +250,7 @@ class Linen(Kind):
                     "tree of parameters and not the state. Write f(params, batch); further fields "
                     "of the state are arguments by their names: f(params, batch, *, batch_stats)."
                 ) from error
-            return _take_updates(out, mutable) if mutable else (out, {})
+            return _take_updates(out, mutable, non_trainable) if mutable else (out, {})
 
         return named_as(loss_fn, pure)
 
@@ -322,8 +322,10 @@ def _is_0_or_none(loss_fn: Callable[..., Any], name: str) -> bool:
     return default is None or (isinstance(default, (int, float)) and default == 0)
 
 
-def _take_updates(out: Any, mutable: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
-    """Splits `(loss, updates)` or `(loss, (aux, updates))`."""
+def _take_updates(
+    out: Any, mutable: tuple[str, ...], fields: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Splits `(loss, updates)` or `(loss, (aux, updates))`; warns of other fields of the state."""
     loss, updates = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     if isinstance(updates, tuple) and len(updates) == 2:
         loss, updates = (loss, updates[0]), updates[1]
@@ -332,5 +334,10 @@ def _take_updates(out: Any, mutable: tuple[str, ...]) -> tuple[Any, dict[str, An
             f"with mutable={mutable!r} the loss returns (loss, updates), or (loss, (aux, updates)) "
             f"with has_aux=True, where updates has the keys {some(mutable)}; it returned "
             f"{jax.tree.map(lambda x: getattr(x, 'shape', x), out)}."
+        )
+    if lost := [name for name in updates if name in fields and name not in mutable]:
+        warn(
+            f"the loss returns new values of {some(lost)}, which mutable={mutable!r} does not "
+            f"name, so the state keeps its old ones. Pass mutable={(*mutable, *lost)!r}."
         )
     return loss, {name: updates[name] for name in mutable}

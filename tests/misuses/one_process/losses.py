@@ -51,6 +51,20 @@ def with_dropout(p, b, rng=None):
     return loss_fn(p, {**b, "x": b["x"] * kept})
 
 
+class WithCache(WithStatistics):
+    cache: Any = None
+
+
+def one_of_two_fields(_):
+    fields = {"batch_stats": jnp.zeros(8), "cache": jnp.zeros(3)}
+    state = WithCache.create(apply_fn=None, params=params(), tx=ADAM, **fields)
+
+    def loss(p, b, *, batch_stats, cache):
+        return loss_fn(p, b), {"batch_stats": batch_stats + 1, "cache": cache + 1}
+
+    train(BATCH, loss, state, mutable="batch_stats")
+
+
 class WithMean(TrainState):
     mean: Any = None
 
@@ -402,6 +416,9 @@ ROWS = {
             statistics_in_aux(lambda new: {"y": {"mean": new["mean"].mean()}})[0],
             alone(),
         )
+    ),
+    "mutable= names one of two fields for which the loss returns new values": warned(
+        one_of_two_fields, "mutable=('batch_stats', 'cache')", "keeps its old ones"
     ),
     "mutable= of a loss that returns none": refused(
         lambda _: one(loss_fn, mutable="batch_stats"), "batch_stats"
