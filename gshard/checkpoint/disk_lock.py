@@ -56,8 +56,9 @@ def lock(directory: Path) -> int:
             "with locks (version 4, without nolock)."
         )
         return descriptor
-    os.truncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
+    with contextlib.suppress(OSError):  # such as a full disk: only messages need it
+        os.truncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
     return descriptor
 
 

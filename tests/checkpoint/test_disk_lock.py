@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -142,6 +143,17 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
     with pytest.warns(gshard.GShardWarning, match="without locks .No locks available.*second job"):
         checkpointer = gshard.Checkpointer(tmp_path, writes=True)
     checkpointer.close()
+
+
+def test_a_full_disk_does_not_keep_a_directory_locked(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # nothing can be written
+    try:
+        number = lock(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    unlock(number)
+    unlock(lock(tmp_path))
 
 
 def test_readers_need_no_lock(tmp_path):
