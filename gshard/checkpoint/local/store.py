@@ -34,7 +34,7 @@ from gshard.checkpoint.local.shards import (
 )
 from gshard.checkpoint.manifest import process_manifest
 from gshard.checkpoint.open_store import resolve
-from gshard.checkpoint.step_files import why
+from gshard.checkpoint.step_files import StoreError, why
 from gshard.checkpoint.step_info import STEP, StepInfo
 from gshard.distributed.agree import all_gather_text, run_on_all
 
@@ -82,7 +82,10 @@ class LocalStore(Disk):
     def open_for_writing(self) -> None:
         """Locks this process's folder, and removes what a killed save left there."""
         if not (self.machine / _MARK).exists():  # somebody has deleted the folder
-            _machine(self.machine, self.run)
+            try:
+                _machine(self.machine, self.run)
+            except GShardError as error:  # an error before training, but a warning at a save
+                raise StoreError(str(error)) from error
         super().open_for_writing()
 
     def drop(self, steps: Callable[[int], bool]) -> None:
@@ -216,6 +219,8 @@ def _refuse_shared(folder: Path, machines: set[str]) -> None:
 
 
 def _of_processes(machine: Path) -> list[Path]:
+    if not machine.is_dir():  # somebody has deleted the folder
+        return []
     return sorted(x for x in machine.iterdir() if _PROCESS.fullmatch(x.name) and x.is_dir())
 
 

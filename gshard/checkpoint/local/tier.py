@@ -18,6 +18,7 @@ from gshard.checkpoint.local.reader import LocalReader
 from gshard.checkpoint.local.store import LocalStore, local_folder
 from gshard.checkpoint.retention import RetentionPolicy
 from gshard.checkpoint.save import Contents, StepWriter, check_same_run
+from gshard.checkpoint.step_files import StoreError
 from gshard.checkpoint.store import Draft, Store
 from gshard.checkpoint.undamaged import steps_everywhere
 from gshard.distributed.agree import all_gather_text
@@ -61,7 +62,7 @@ class LocalTier(StepWriter):
         """
         self.forget(lambda own: own > step)
         is_locked = self.store.is_locked()
-        with suppress(CallOrderError, OSError):
+        with suppress(CallOrderError, OSError, StoreError):
             if self.damaged and not is_locked:
                 self.store.open_for_writing()
             self._drop_forgotten()
@@ -163,4 +164,5 @@ class LocalTier(StepWriter):
         if saving is not None:
             self._own = saving.draft.step
             self.steps = {self._own}
-            self.store.drop(lambda step: step != self._own)
+            with suppress(OSError):  # the next save deletes them
+                self.store.drop(lambda step: step != self._own)

@@ -574,6 +574,39 @@ def test_a_full_local_folder_is_a_warning(folders, tmp_path):
         subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_training_goes_on_without_its_local_folder(folders, tmp_path, replaced):
+    run, scratch = Training("os", 2), tmp_path / "scratch"
+    with opened(folders | {"local": scratch / "local"}) as checkpointer:
+        checkpointer.save(1, run.state)
+        checkpointer.save(2, run.state)
+        checkpointer._local.saving.join()
+        shutil.rmtree(scratch)
+        assert not checkpointer._local.store.parts(2)  # as another machine may ask
+        if replaced:
+            scratch.write_text("no folder")
+            with pytest.warns(gshard.GShardWarning, match="step 3 was not saved .*Not a dir"):
+                checkpointer.save(3, run.state)
+        else:
+            checkpointer.save(3, run.state)
+            checkpointer.wait()
+        checkpointer.save(1, run.state, force=True)  # deletes the local steps after it
+        assert checkpointer.restore(like=run.state).step == 1
+
+
+def test_a_local_step_that_cannot_be_deleted_does_not_end_training(folders, monkeypatch):
+    run = Training("os", 2)
+    with opened(folders) as checkpointer:
+        checkpointer.save(1, run.state)
+        checkpointer.save(2, run.state)
+        with monkeypatch.context() as patch:
+            patch.setattr(local_store.Disk, "delete", lambda *_: os.stat("/nowhere"))
+            checkpointer.wait()
+            with pytest.warns(gshard.GShardWarning, match="step 3 was not saved .*No such file"):
+                checkpointer.save(3, run.state)
+        checkpointer.save(100, run.state)
+
+
 def test_the_folder_of_another_run_is_refused(folders, tmp_path):
     run = Training("os", 2)
     saved_locally(folders, run, 1)
