@@ -33,7 +33,7 @@ from gshard.checkpoint.manifest import PROCESS_MANIFESTS
 from gshard.checkpoint.orbax import ARRAYS
 from gshard.checkpoint.own_files import begin_files, combine
 from gshard.checkpoint.read_arrays import read_arrays
-from gshard.checkpoint.step_files import StepFolder, StoreError
+from gshard.checkpoint.step_files import StepFolder, StoreError, why
 from gshard.checkpoint.step_info import DAMAGED, DATA, DESCRIPTION, STEP, WRITTEN_LAST, StepInfo
 from gshard.checkpoint.store import Wanted, Wants
 
@@ -88,10 +88,12 @@ class Disk:
         try:
             entries = [*os.scandir(self.directory)]
             found = [x.name for x in entries if x.is_dir(follow_symlinks=False)]
+            numbers = [name for name in found if STEP.fullmatch(name)]
+            steps = [int(x) for x in numbers if any(map(_is_there, self._written_last(x)))]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        except OSError as error:
-            raise StoreError(f"{self} cannot be read: {error.strerror}.") from error
+        except OSError as error:  # a step that cannot be looked at may be the newest
+            raise StoreError(f"{error.filename or self} cannot be read: {why(error)}.") from error
         links = sorted(x.name for x in entries if STEP.fullmatch(x.name) and x.is_symlink())
         if links and not self._told_of_links:
             self._told_of_links = True
@@ -99,8 +101,7 @@ class Disk:
                 f"{self}: symbolic links are not read as steps ({some(links)}), because deleting "
                 "one would not delete the step. Move the folder itself there."
             )
-        numbers = [name for name in found if STEP.fullmatch(name)]
-        return sorted(int(x) for x in numbers if any(map(os.path.lexists, self._written_last(x))))
+        return sorted(steps)
 
     def _written_last(self, name: str) -> list[Path]:
         return [self.directory / name / file for file in WRITTEN_LAST]
@@ -173,6 +174,14 @@ class Disk:
     def delete(self, step: int) -> None:
         """Deletes a step: at once for readers, then file by file."""
         remove_folder(self.directory / str(step), self.directory / f"{step}{DELETED}")
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 class DiskDraft:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -24,6 +25,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import gshard
+from gshard._util.errors import OutsideError
 from gshard.checkpoint.disk import Disk
 from gshard.checkpoint.retention import RetentionPolicy
 from tests.covering import covering
@@ -848,6 +850,25 @@ def test_folders_of_others_are_no_steps(tmp_path, run):
             with pytest.raises(gshard.GShardError, match="2024"):
                 act()
     assert (tmp_path / "2024" / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_step_that_cannot_be_looked_at_is_not_absent(tmp_path, monkeypatch, code):
+    """Else a script would train from the beginning."""
+    (tmp_path / "5").mkdir()
+    checkpointer = gshard.Checkpointer(tmp_path)
+    assert checkpointer.latest_step() is None
+    lstat = Path.lstat
+
+    def fails(path):
+        if path.suffix == ".json":
+            raise OSError(code, os.strerror(code), str(path))
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", fails)
+    words = f"5/manifest.json cannot be read: {os.strerror(code)}."
+    with pytest.raises(OutsideError, match=words):
+        checkpointer.latest_step()
 
 
 def test_a_copied_folder_is_not_the_step_that_its_name_says(written, run):
