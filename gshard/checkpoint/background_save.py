@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from errno import ENOENT
@@ -19,10 +19,11 @@ from gshard._util.activity import collecting, doing, saved
 from gshard.checkpoint.manifest import PROCESS_MANIFESTS, process_manifest
 from gshard.checkpoint.store import Draft
 from gshard.distributed import unfinished
+from gshard.distributed.initialize import watchdogs
 
 _POLL, _LONGEST_POLL = 0.02, 2.0  # seconds between looks for the manifests of other processes
 _REST = 200  # times as long as such a look takes, which the thread leaves the training loop
-_EXIT_TIMEOUT = 60.0  # for which the first process waits for them when its program has ended
+_EXIT_TIMEOUT = 60.0  # for them, when its program has ended, and theirs too or it is not known
 _program_over = threading.Event()
 _running: set[BackgroundSave] = set()
 _failed: dict[threading.Event, str] = {}  # errors of saves that no caller has received
@@ -128,7 +129,7 @@ class BackgroundSave:
 
     def _all_files_written(self) -> bool:
         """Waits for the manifests of all processes; False if another process failed."""
-        expected = {Path(process_manifest(rank)).name for rank in range(self.processes)}
+        expected = {Path(process_manifest(rank)).name: rank for rank in range(self.processes)}
         own, end = Path(process_manifest(self.process)).name, None
         folder, began = self.draft.folder / PROCESS_MANIFESTS, time.monotonic()
         what = f"the save of step {self.draft.step}, for the files of the others"
@@ -136,20 +137,27 @@ class BackgroundSave:
             while True:
                 looked = time.monotonic()
                 written = self.draft.written_manifests()
-                missing = expected - written
+                missing = expected.keys() - written
                 now = time.monotonic()
                 if not missing:
                     break
                 if own not in written:  # somebody has deleted the folder
                     raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(folder / own))
-                if end is None and _program_over.is_set():
+                if not _program_over.is_set() or _are_at_work([expected[x] for x in missing]):
+                    end = None  # the watchdog says what it waits for
+                elif end is None:
                     end = now + _EXIT_TIMEOUT
-                if end is not None and now > end:
+                elif now > end:
                     raise TimeoutError(f"{folder / min(missing)} was not written by its process")
                 pause = max(_POLL, (now - began) / 20, _REST * (now - looked))
                 if self._given_up.wait(min(pause, _LONGEST_POLL)):
                     break
         return not self._given_up.is_set()
+
+
+def _are_at_work(ranks: Sequence[int]) -> bool:
+    """Whether these processes can still write their files, and nobody waits for this one to end."""
+    return not unfinished.is_exiting() and any(x.are_at_work(ranks) for x in watchdogs)
 
 
 def _wait_at_exit() -> None:

@@ -138,6 +138,10 @@ class Server:
         for writer in self._joined.values():
             writer.close()
 
+    def is_at_work(self, rank: int) -> bool:
+        """Whether a process is connected, and has not said that its script has ended."""
+        return rank in self._joined and rank not in self._left
+
     async def everyone_else_has_left(self, rank: int | None, seconds: float) -> None:
         """Waits until no process but `rank` is joined, or for so many seconds."""
         for _ in range(int(seconds / 0.05)):

@@ -96,6 +96,10 @@ class Watchdog:
         self._joining.clear()
         asyncio.run_coroutine_threadsafe(self._join(), self._loop)
 
+    def are_at_work(self, ranks: Iterable[int]) -> bool:
+        """Whether these processes are known not to have ended, which only process 0 knows."""
+        return self._server is not None and all(map(self._server.is_at_work, ranks))
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_until_complete(self._watch())

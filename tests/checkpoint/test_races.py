@@ -18,8 +18,10 @@ import optax
 import pytest
 
 import gshard
+from gshard.checkpoint import background_save
 from gshard.checkpoint.background_save import BackgroundSave
 from gshard.checkpoint.disk import DiskDraft
+from gshard.checkpoint.manifest import process_manifest
 from gshard.checkpoint.own_files import list_files
 from tests.tiers import quick
 
@@ -216,6 +218,32 @@ def test_nobody_waits_for_shards_in_a_folder_that_is_gone(tmp_path):
     saving.give_up()
     # It may look while `rmtree` deletes: its own manifest is gone, the folder around it not yet.
     assert said in ([str(folder / "manifests")], [str(folder / "manifests" / "process_0.json")])
+
+
+@pytest.mark.parametrize("at_work", [True, False])
+def test_at_the_end_of_the_script_files_are_awaited_while_others_work(
+    tmp_path, monkeypatch, at_work
+):
+    """From others that have ended, or of which nothing is known, only for a limited time."""
+
+    class Watchdog:
+        def are_at_work(self, ranks):
+            return at_work and {*ranks} == {1}
+
+    monkeypatch.setattr(background_save, "watchdogs", [Watchdog()])
+    monkeypatch.setattr(background_save, "_EXIT_TIMEOUT", 0.1)
+    monkeypatch.setattr(background_save, "_program_over", threading.Event())
+    background_save._program_over.set()
+    own, other = (tmp_path / process_manifest(rank) for rank in range(2))
+    own.parent.mkdir()
+    own.touch()
+    threading.Timer(0.5, other.touch).start()
+    saving = BackgroundSave(DiskDraft(tmp_path, 1), 0, 2, lambda: None, lambda: None)
+    if at_work:
+        assert saving._all_files_written()
+    else:
+        with pytest.raises(TimeoutError, match=r"process_1.json was not written by its process"):
+            saving._all_files_written()
 
 
 def test_who_forgets_to_close_does_not_lock_himself_out(state, tmp_path):

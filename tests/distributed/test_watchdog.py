@@ -292,6 +292,21 @@ def test_processes_at_the_same_place_are_one_group():
     assert training.ranks == [r for r in range(300) if r not in (7, 9, 11)]
 
 
+def test_a_process_is_at_work_until_it_leaves():
+    async def leave():
+        async with Job(3, processes=4) as job:
+            own = watchdog.Watchdog(0, 600, job.at, job.token, job.server)
+            assert own.are_at_work([0, 1, 2]) and not own.are_at_work([0, 3])
+            job.members[1].leave("at the end of its script")
+            await until(lambda: not own.are_at_work([1]))
+            job.members[2].close()
+            await until(lambda: not own.are_at_work([2]))
+            assert own.are_at_work([0])
+
+    asyncio.run(leave())
+    assert not watchdog.Watchdog(1, 600).are_at_work([0])  # as far as it knows
+
+
 def test_the_end_of_the_job_reaches_every_process():
     async def end():
         async with Job(5) as job:
