@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from gshard._util.errors import GShardError, some, warn
 from gshard.checkpoint.manifest import PROCESS_MANIFESTS, Listed, Segment, is_in, unsealed
-from gshard.checkpoint.step_files import Progress, StepFiles, StoreError, ignore, why
+from gshard.checkpoint.step_files import Progress, StepFiles, StoreError, ignore, may_pass, why
 from gshard.checkpoint.step_info import DATA, DESCRIPTION, MANIFEST, DamagedInfoError, StepInfo
 
 _LISTED_FOLDERS = (PROCESS_MANIFESTS, DATA, "array_metadatas")  # read by the names in them
 _MOST = 2**28  # bytes of a manifest
 DIFFERS = "differs from what was written"
-_PASSING = (  # of a network file system, of this process, of permissions
-    errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN,
-    errno.ECONNREFUSED, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR,
-    errno.EACCES, errno.EPERM,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -198,7 +192,7 @@ def _damages_of_file(
 
 def _unread(step: StepFiles, name: str, error: OSError, arrays: tuple[str, ...] = ()) -> Damage:
     """The damage of a file that cannot be read; a `StoreError` if the file may be undamaged."""
-    if error.errno in _PASSING:
+    if may_pass(error):
         raise StoreError(
             f"{step}/{name} cannot be read: {why(error)}. That does not mean that it is damaged: "
             "check the file system and the permissions, and try again."

@@ -21,6 +21,15 @@ R = TypeVar("R")
 _BLOCK = 2**22  # bytes that a thread reads at once
 THREADS = min(16, os.cpu_count() or 1)
 
+_PASSING = [  # of a network file system, of this process, of permissions
+    getattr(errno, name, 0)  # macOS lacks one
+    for name in (
+        "ESTALE", "ETIMEDOUT", "EHOSTDOWN", "EHOSTUNREACH", "ENOTCONN", "ECONNREFUSED",
+        "ECONNABORTED", "ECONNRESET", "ENETDOWN", "ENETUNREACH", "ESHUTDOWN", "EREMOTEIO",
+        "EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "EINTR", "EACCES", "EPERM",
+    )
+]  # fmt: skip
+
 Progress = Callable[[int], object]  # called with the number of bytes of every block that was read
 
 
@@ -187,6 +196,11 @@ def run_parallel(act: Callable[[T], R], items: Collection[T], threads: int) -> l
 def size_of(step: StepFiles) -> int:
     """The bytes of all regular files of a step."""
     return sum(step.size(name) for name in step.names() if step.is_regular(name))
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether an error tells nothing of the file: the next try may read it."""
+    return error.errno in _PASSING
 
 
 def why(error: OSError) -> str:

@@ -17,7 +17,7 @@ from gshard._util.errors import GShardError
 from gshard._util.validation import check_integer, shown
 from gshard._util.version import __version__
 from gshard.checkpoint.arrays import ArrayInfo
-from gshard.checkpoint.step_files import StepFiles, why
+from gshard.checkpoint.step_files import StepFiles, StoreError, may_pass, why
 from gshard.sharding.plan import Plan
 from gshard.train.optim.optimizer_info import optimizer_info
 
@@ -85,7 +85,11 @@ class StepInfo:
 
     @classmethod
     def read(cls, files: StepFiles) -> StepInfo:
-        """Reads the description of a step; refuses a missing or damaged one, or another format."""
+        """Reads the description of a step; refuses a missing or damaged one, or another format.
+
+        Raises:
+          StoreError: it cannot be read now.
+        """
         path = f"{files}/{DESCRIPTION}"
         try:
             table = json.loads(files.read(DESCRIPTION, MOST))
@@ -106,7 +110,8 @@ class StepInfo:
         except FileNotFoundError:
             raise DamagedInfoError(f"{path} is missing.") from None
         except OSError as error:
-            raise DamagedInfoError(f"{path} cannot be read: {why(error)}.") from error
+            kind = StoreError if may_pass(error) else DamagedInfoError
+            raise kind(f"{path} cannot be read: {why(error)}.") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedInfoError(f"{path} is damaged.") from error
 

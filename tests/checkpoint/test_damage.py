@@ -23,6 +23,7 @@ import pytest
 
 import gshard
 from gshard._util import crc32
+from gshard._util.errors import OutsideError
 from gshard._util.pytree import flatten
 from gshard.checkpoint import manifest as manifests
 from gshard.checkpoint import step_files
@@ -228,9 +229,14 @@ def test_a_damaged_file_is_named_whichever_it_is(damage, saved, tmp_path):
         shutil.rmtree(step)
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EMFILE, errno.EACCES])
-def test_an_error_that_may_pass_is_no_damage(saved, monkeypatch, number):
+PASSING = ["ESTALE", "ECONNRESET", "EMFILE", "EACCES"]
+MORE = ["ECONNABORTED", "ENETDOWN", "ENETUNREACH", "ESHUTDOWN", "EREMOTEIO"]
+
+
+@pytest.mark.parametrize("name", quick(PASSING + MORE, PASSING))
+def test_an_error_that_may_pass_is_no_damage(saved, monkeypatch, name):
     """The newest step is neither passed over nor set aside."""
+    number = getattr(errno, name)
     checksums = StepFolder.checksums
 
     def fails(step, name, *given):
@@ -245,6 +251,19 @@ def test_an_error_that_may_pass_is_no_damage(saved, monkeypatch, number):
                 call()
         monkeypatch.setattr(StepFolder, "checksums", checksums)
         assert checkpointer.restore(like=saved.state).step == saved.newest
+
+
+def test_a_description_that_cannot_be_read_now_is_no_damage(saved, monkeypatch):
+    """Nor is the step one without metadata."""
+
+    def fails(step, name, most):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(StepFolder, "read", fails)
+    checkpointer = gshard.Checkpointer(saved.directory)
+    for call in (checkpointer.metadata, checkpointer.best_step):
+        with pytest.raises(OutsideError, match="gshard.json cannot be read: Stale"):
+            call()
 
 
 def test_a_step_that_another_host_deletes_while_it_is_read(saved, monkeypatch):
