@@ -77,6 +77,11 @@ class OutsideError(GShardError):
     is_outside = True
 
 
+def is_outside(error: BaseException | None) -> bool:
+    """Whether an error comes from outside the program: from a disk, storage or another machine."""
+    return getattr(error, "is_outside", isinstance(error, OSError))
+
+
 class NonFiniteError(GShardError, FloatingPointError):
     """Raised after too many steps in a row with non-finite gradients; names the first such step.
 

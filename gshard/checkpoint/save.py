@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gshard._util.errors import CallOrderError, GShardError, some, warn
+from gshard._util.errors import CallOrderError, GShardError, OutsideError, is_outside, some, warn
 from gshard.checkpoint.arrays import (
     FROZEN_PARAMS,
     PARAMS,
@@ -277,7 +277,8 @@ class StepWriter:
             call = f"deletion of step {step}"
             run_on_all(delete, call=call, what=lambda: call)
         except FailedError as error:
-            raise GShardError(f"step {step} could not be deleted: {error}") from error.__cause__
+            kind = OutsideError if is_outside(error) else GShardError
+            raise kind(f"step {step} could not be deleted: {error}") from error.__cause__
         self.damaged.discard(step)
         self.last_step = None
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from gshard._util.activity import doing, meet
 from gshard._util.arrays import replicated_value
-from gshard._util.errors import GShardError, OutsideError, some, warn
+from gshard._util.errors import GShardError, OutsideError, is_outside, some, warn
 from gshard.sharding.plan import Plan
 
 FAULT_TIMEOUT, FAULT_WARN_AFTER = 30.0, 3.0
@@ -287,7 +287,7 @@ def run_on_all(
             raise failure.__context__ from None
         error = failure
     mine = {"what": what(), "why": _one_line(error), "input": isinstance(error, GShardError)}
-    mine["outside"] = getattr(error, "is_outside", isinstance(error, OSError))
+    mine["outside"] = is_outside(error)
     texts = all_gather_text(json.dumps(mine), mesh, what=call)
     found = {rank: json.loads(text) for rank, text in texts.items()}
     if len({other["what"] for other in found.values()} - {""}) > 1:

@@ -21,7 +21,9 @@ import pytest
 
 import gshard
 from gshard._util import durable
+from gshard._util.errors import OutsideError
 from gshard.checkpoint import background_save
+from gshard.checkpoint.disk import Disk
 from tests.checkpoint.checkpoint_worker import LOCK, files_end_at, saves_on_a_bad_disk
 
 # Orbax leaves its other writes behind when one fails.
@@ -322,6 +324,23 @@ def test_a_save_whose_thread_cannot_start_has_failed(tmp_path, monkeypatch):
         checkpointer.save(2, state)
         checkpointer.wait()
         assert checkpointer.all_steps() == [2]
+
+
+@pytest.mark.parametrize("error, kind", [(OSError(116, "Stale"), OutsideError), (KeyError(), None)])
+def test_a_step_that_a_disk_cannot_delete_is_no_mistake_of_the_program(
+    tmp_path, monkeypatch, error, kind
+):
+    state, _ = state_of(16)
+
+    def fails(disk, step):
+        raise error
+
+    with gshard.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save(1, state)
+        monkeypatch.setattr(Disk, "delete", fails)
+        with pytest.raises(gshard.GShardError, match="step 1 could not be deleted") as raised:
+            checkpointer.delete(1)
+    assert type(raised.value) is (kind or gshard.GShardError)
 
 
 def test_a_link_to_a_step_is_said_to_be_none(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -9,7 +11,16 @@ from functools import cache, partial
 import pytest
 
 from gshard import GShardError
-from gshard.distributed.agree import _exchange, check_same_call
+from gshard._util.errors import OutsideError
+from gshard.checkpoint.step_files import StoreError
+from gshard.distributed import agree
+from gshard.distributed.agree import (
+    FailedError,
+    FailedOutsideError,
+    _exchange,
+    check_same_call,
+    run_on_all,
+)
 from tests.distributed.agree_worker import SLOW
 from tests.processes import run_workers_once
 from tests.tiers import quick
@@ -29,6 +40,44 @@ def found(tmp_path_factory):
 def by_tier(part, cases):
     """The cases of a part of the worker, without those that the quick tier leaves out."""
     return quick(cases, [case for case in cases if f"{part}/{case}" not in SLOW])
+
+
+def raised_for(error):
+    """What `run_on_all` raises when this process raises an error, or None."""
+
+    def fails():
+        if error is not None:
+            raise error
+
+    with pytest.raises(GShardError) as raised:
+        run_on_all(fails, call="save")
+    return raised.value
+
+
+OUTSIDE = [OSError(errno.ENOSPC, "No space left"), StoreError("no answer"), TimeoutError("x")]
+
+
+@pytest.mark.parametrize("error", OUTSIDE)
+def test_a_failure_of_a_disk_or_of_storage_comes_from_outside(error):
+    assert type(raised_for(error)) is FailedOutsideError
+
+
+def test_a_failure_of_the_program_does_not_come_from_outside():
+    assert type(raised_for(KeyError("w"))) is FailedError
+    assert type(raised_for(GShardError("no"))) is GShardError
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("is_input", [False, True])
+def test_an_error_of_another_process_comes_from_where_it_does_there(monkeypatch, is_input, outside):
+    other = {"what": "", "why": "no answer", "input": is_input, "outside": outside}
+    gathered = lambda text, mesh, what: {0: text, 1: json.dumps(other)}  # noqa: E731
+    monkeypatch.setattr(agree, "all_gather_text", gathered)
+    kinds = (GShardError, OutsideError) if is_input else (FailedError, FailedOutsideError)
+    assert type(raised_for(None)) is kinds[outside]
+    if not is_input:  # one of two reasons is a mistake of the program
+        assert type(raised_for(KeyError("w"))) is FailedError
+        assert type(raised_for(OSError())) is kinds[outside]
 
 
 DIFFERENT = {
