@@ -318,6 +318,8 @@ def test_a_save_whose_thread_cannot_start_has_failed(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", refuse)
             checkpointer.save(1, state)
+        # Else the first of several processes would commit it, and this one would not know.
+        assert checkpointer._writer.saving.draft.written_manifests() == set()
         with pytest.raises(gshard.SaveFailedError, match="can't start new thread"):
             checkpointer.wait()
         assert not background_save._running
