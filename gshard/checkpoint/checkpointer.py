@@ -149,19 +149,27 @@ class Checkpointer:
         return self._store.directory
 
     def all_steps(self) -> list[int]:
-        """The complete steps, ascending. A step that is being saved is not one of them yet."""
+        """The complete steps, ascending. A step that is being saved is not one of them yet.
+
+        Each process lists the directory by itself: on a network file system, one may see a new step
+        seconds after another.
+        """
         with store_errors_explained():
             return self._store.steps()
 
     def latest_step(self) -> int | None:
-        """The newest complete step, of the directory or the local folders, or None."""
+        """The newest complete step, of the directory or the local folders, or None.
+
+        It does not wait for a save, and lists the directory as `all_steps` does.
+        """
         local = () if self._local is None else self._local.steps
         return max((*self.all_steps(), *local), default=None)
 
     def best_step(self) -> int | None:
         """The step in the directory with the best `metric`; None if it has no steps.
 
-        Of equal ones it is the newest. Steps that are in `local` alone do not count.
+        Of equal ones it is the newest. Steps that are only in `local` do not count, nor does one
+        that is being saved: call `wait` first.
 
         Raises:
           GShardError: no step has a finite metric, or `mode` is missing.
