@@ -21,12 +21,21 @@ from gshard._util.validation import shown
 
 
 def fsync(path: Path) -> None:
-    """Syncs a file, or the names in a folder, to the disk."""
-    number = os.open(path, os.O_RDONLY)
+    """Syncs a file, or the names in a folder, to the disk.
+
+    A folder that this process may not read, or of a file system that syncs no folders, is left to
+    the system, as PostgreSQL does (`fsync_fname_ext`).
+    """
+    ignored = (errno.EACCES, errno.EINVAL, errno.EBADF) if path.is_dir() else ()
     try:
-        os.fsync(number)
-    finally:
-        os.close(number)
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+    except OSError as error:
+        if error.errno not in ignored:
+            raise
 
 
 def rename(old: Path, new: Path) -> None:

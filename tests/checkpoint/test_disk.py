@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import subprocess
 import threading
 import time
@@ -326,6 +327,41 @@ def test_a_save_whose_thread_cannot_start_has_failed(tmp_path, monkeypatch):
         checkpointer.save(2, state)
         checkpointer.wait()
         assert checkpointer.all_steps() == [2]
+
+
+@pytest.mark.parametrize("call, code", [("fsync", errno.EINVAL), ("open", errno.EACCES)])
+def test_a_folder_that_cannot_be_synced_keeps_nobody_from_saving(tmp_path, monkeypatch, call, code):
+    """Some file systems sync no folders, and the folder above may not be readable."""
+    state, _ = state_of(16)
+    sync, failed = getattr(os, call), []
+
+    def fails(what, *given, **more):
+        is_folder = stat.S_ISDIR(os.stat(what).st_mode) if os.path.exists(what) else False
+        if is_folder and (call == "fsync" or given == (os.O_RDONLY,)):
+            failed.append(what)
+            raise OSError(code, os.strerror(code), what)
+        return sync(what, *given, **more)
+
+    run = tmp_path / "new" / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fails)
+        with gshard.Checkpointer(run) as checkpointer:
+            checkpointer.save(1, state)
+            checkpointer.wait()
+            checkpointer.save(2, state)
+    assert failed
+    assert_there(checkpointer, 1, 2)
+
+
+def test_a_file_that_cannot_be_synced_is_not_saved(tmp_path, monkeypatch):
+    def fails(number):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "fsync", fails)
+    durable.fsync(tmp_path)
+    with pytest.raises(OSError, match="Invalid argument"):
+        durable.fsync(tmp_path / "file")
 
 
 @pytest.mark.parametrize("error, kind", [(OSError(116, "Stale"), OutsideError), (KeyError(), None)])
