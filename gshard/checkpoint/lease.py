@@ -38,7 +38,7 @@ class Lease:
     def __init__(self, bucket: Bucket):
         self._bucket = bucket
         self._number: int | None = None
-        self._token = ""
+        self._token, self._lost = "", threading.Event()
         self._process = os.getpid()
         self._stop: Callable[[], object] = str
 
@@ -58,7 +58,7 @@ class Lease:
                 raise self._refused(other)
             if alive is None:
                 self._watch(number, other)
-        self._token = secrets.token_hex(8)
+        self._token, self._lost = secrets.token_hex(8), threading.Event()
         try:
             self._bucket.create(_name(number + 1), _content(0, self._token))
         except FileExistsError:
@@ -70,7 +70,7 @@ class Lease:
         stop = threading.Event()
         renewing = threading.Thread(
             target=_renew,
-            args=(self._bucket, number + 1, self._token, stop),
+            args=(self._bucket, number + 1, self._token, stop, self._lost),
             name="gshard-lease",
             daemon=True,
         )
@@ -82,10 +82,13 @@ class Lease:
 
     def is_held(self) -> bool:
         """Whether this process has taken it, and nobody has taken it over."""
-        if self._number is None or self._process != os.getpid():
+        if self._number is None or self._process != os.getpid() or self._lost.is_set():
             return False
         number, content = self._newest()
-        return number == self._number and content is not None and _is_of(content, self._token)
+        if number != self._number or content is None or not _is_of(content, self._token):
+            self._lost.set()  # for good: its object may come back, see `_renew`
+            return False
+        return True
 
     def check(self) -> None:
         """Raises a `CallOrderError` if another process has taken it over."""
@@ -188,17 +191,26 @@ def _is_alive(other: dict[str, Any]) -> bool | None:
     return _started(other.get("process")) == other.get("started")
 
 
-def _renew(bucket: Bucket, number: int, token: str, stop: threading.Event) -> None:
+def _renew(
+    bucket: Bucket, number: int, token: str, stop: threading.Event, lost: threading.Event
+) -> None:
     """Writes the lease again and again, until it is released or taken over."""
     renewed = 0
     while not stop.wait(PERIOD):
         # The next one may succeed, and a commit looks at the lease itself.
         with suppress(StoreError, OSError):
             own = _read(bucket, number)
-            if own is None or not _is_of(own, token) or bucket.exists(_name(number + 1)):
+            if own is None or not _is_of(own, token):
+                return lost.set()
+            if not bucket.exists(_name(number + 1)):
+                renewed += 1
+                bucket.replace(_name(number), _content(renewed, token))
+            # Again: it may have been taken over while this process was suspended in between, and
+            # what it has written then would be the newest lease when the other one is released.
+            if bucket.exists(_name(number + 1)):
+                lost.set()
+                bucket.delete([_name(number)])
                 return
-            renewed += 1
-            bucket.replace(_name(number), _content(renewed, token))
 
 
 def _end(bucket: Bucket, number: int, token: str, stop: threading.Event, process: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 import gshard
 from gshard.checkpoint import lease
 from gshard.checkpoint.bucket import Bucket
+from gshard.checkpoint.lease import Lease
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
 
@@ -47,6 +48,46 @@ def test_the_second_of_two_commits_loses(address, monkeypatch):
     assert checkpointer.verify(1) == []
     params = gshard.full_params(checkpointer.restore(like=state_of(0.0)).state)
     assert params["w"][0] == 2.0
+
+
+def test_a_renewal_that_was_suspended_does_not_bring_a_lease_back(address, monkeypatch):
+    """It had looked for another lease before it was suspended."""
+    renewing, go_on, replace = threading.Event(), threading.Event(), Bucket.replace
+
+    def suspended(self, name, content):
+        if not renewing.is_set():
+            renewing.set()
+            assert go_on.wait(60)
+        replace(self, name, content)
+
+    monkeypatch.setattr(Bucket, "replace", suspended)
+    first, second = Lease(Bucket(address)), Lease(Bucket(address))
+    first.take()
+    assert renewing.wait(60)
+    monkeypatch.setattr(lease, "_is_alive", lambda other: False)
+    second.take()
+    go_on.set()
+    assert first._lost.wait(10)
+    second.release()
+    assert not first.is_held()
+    first.release()
+    assert Bucket(address).list() == {}
+
+
+def test_a_lease_that_was_seen_to_be_lost_stays_lost(address, monkeypatch):
+    monkeypatch.setattr(lease, "PERIOD", 60.0)
+    bucket = Bucket(address)
+    first = Lease(bucket)
+    first.take()
+    own = f"{lease.FOLDER}/1"
+    content = bucket.read(own)
+    bucket.delete([own])
+    assert not first.is_held()
+    bucket.replace(own, content)
+    assert not first.is_held()
+    first.take()  # another one
+    assert first.is_held()
+    first.release()
 
 
 def test_a_deletion_that_stops_anywhere_leaves_no_half_step(address, monkeypatch):
