@@ -1,7 +1,8 @@
 """Folders for files that a process needs for a while, which no kill leaves behind for long.
 
 They are in `gshard-UID` of the folder for temporary files (`TMPDIR`). Each process has one there,
-and holds a lock on it. The next process removes those that nobody holds any more.
+and holds a lock on it. The next process of this machine removes those that nobody holds any more.
+Machines that share the folder for temporary files may not see each other's locks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from gshard._util.cgroup import contents
 from gshard._util.errors import GShardError
 from gshard._util.open_files import closed_in_forks
 
@@ -37,8 +39,10 @@ def _own_folder(process: int) -> Path:
     if root.is_symlink() or about.st_uid != os.getuid():
         raise GShardError(f"{root} belongs to somebody else. Set TMPDIR to a folder of your own.")
     for folder in root.iterdir():
-        _remove_if_dead(folder)
-    own = Path(tempfile.mkdtemp(prefix=f"{process}-", dir=root))
+        if _is_of_this_machine(folder.name):
+            _remove_if_dead(folder)
+    prefix = "-".join((str(process), *_machine(), ""))
+    own = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
     new = own / "new"  # nobody looks at it before it is locked
     number = os.open(new, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(number, fcntl.LOCK_EX)  # until this process ends
@@ -46,6 +50,17 @@ def _own_folder(process: int) -> Path:
     closed_in_forks.add(number)
     atexit.register(_remove_own, own, process)
     return own
+
+
+def _machine() -> tuple[str, str]:
+    """The boot of this machine, empty if it is not known, and its name."""
+    return contents(Path("/proc/sys/kernel/random/boot_id"))[:8], os.uname().nodename
+
+
+def _is_of_this_machine(name: str) -> bool:
+    """Whether a process of this machine made a folder: since the boot, or under the same name."""
+    parts = name.rpartition("-")[0].split("-", 2)
+    return len(parts) == 3 and any(x and x == y for x, y in zip(parts[1:], _machine(), strict=True))
 
 
 def _remove_if_dead(folder: Path) -> None:

@@ -56,6 +56,26 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(
     assert not theirs[1].parent.exists()
 
 
+@pytest.mark.parametrize("boot", ["5a6b7c8d", ""])  # macOS names none
+def test_only_folders_of_this_machine_are_removed(folder, monkeypatch, boot):
+    """A lock of another machine may not be seen here."""
+    own = scratch_folder("mine").parent.name
+    assert own.startswith("-".join((str(os.getpid()), *scratch._machine(), "")))
+    monkeypatch.setattr(scratch, "_machine", lambda: (boot, "host-a"))
+    scratch._own_folder.cache_clear()
+    stays = {
+        f"1-{boot}-other-x": not boot,
+        "1-00000000-host-a-x": False,
+        f"1-{boot}-host-a-x": False,
+    }
+    stays |= {"1-00000000-other-x": True, "1-00000000-host-x": True, "1-x": True}
+    for name in stays:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "lock").touch()
+    scratch_folder("mine")
+    assert {name: (folder / name).exists() for name in stays} == stays
+
+
 def test_a_folder_that_somebody_else_has_put_there_is_refused(folder, tmp_path):
     folder.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
     (tmp_path / "elsewhere").mkdir()
