@@ -71,6 +71,7 @@ def until_told(polls: bool = True) -> None:
 
     def last() -> None:
         print(f"saved at {seen}", flush=True)
+        assert gshard.distributed.preempted()  # for a script that asks again
 
     batches = range(10**6)
     for seen in gshard.distributed.until_preempted(batches, last) if polls else batches:
