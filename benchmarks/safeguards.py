@@ -117,7 +117,7 @@ def main() -> None:
     guarded = args.serve == "with"
     status = Path(f"{args.status}-{rank()}")
     if guarded:  # as the launcher does, before gshard's modules are imported
-        status.write_bytes(b"".ljust(20) + b"\n")
+        status.write_bytes(b"".ljust(21) + b"\n")
         os.environ["GSHARD_STATUS_FILE"] = str(status)
 
     def make() -> tuple[Callable[[], float], Callable[[], None]]:

@@ -1,8 +1,9 @@
 """What this process tells `gshard launch`: events, and the number of its last step.
 
-The launcher names a file. Its first line is the number of the last step, which is overwritten in
-place in a memory map, so that a step makes no system call; a killed process leaves it behind. Each
-line after it is an event in JSON.
+The launcher names a file. Its first line is the number of the last step, and whether this process
+has joined the others. It is overwritten in place in a memory map, so that a step makes no system
+call and a full disk loses nothing; a killed process leaves it behind. Each line after it is an
+event in JSON.
 
 Metrics and profiles observe the train steps here too.
 """
@@ -25,7 +26,8 @@ from jax import core
 
 STATUS_FILE = "GSHARD_STATUS_FILE"
 WIDTH = 20  # characters of the number of the last step
-NO_STEP = b"".ljust(WIDTH) + b"\n"  # the first line of a new file
+JOINED = b"+"  # the character after it, from joining the others to the exit functions
+FIRST_LINE = b"".ljust(WIDTH + 1) + b"\n"  # of a new file
 
 _EXIT_TIMEOUT = 10.0  # seconds that a script waits at its end for the result of its first step
 _LONG_COMPILATION = 1.0  # seconds; of the programs of gshard's own every one is told
@@ -55,12 +57,20 @@ def tell(event: str, step: int | None = None, seconds: float | None = None, **mo
     said = {"time": now(), "event": event, "step": step, "seconds": rounded(seconds), **more}
     said = {name: value for name, value in said.items() if value is not None}
     with suppress(OSError), open(_path, "ab") as file:
-        file.write(json.dumps(said).encode() + b"\n")
+        # An earlier line may have been cut off, by a disk that was full.
+        file.write(b"\n" + json.dumps(said).encode() + b"\n")
 
 
 def rounded(seconds: float | None) -> float | None:
     """Seconds with milliseconds."""
     return None if seconds is None else round(seconds, 3)
+
+
+def tell_joined(joined: bool) -> None:
+    """Tells the launcher that this process joins the others, or runs its exit functions."""
+    if _map is not None:
+        _map[WIDTH : WIDTH + 1] = JOINED if joined else b" "
+    tell("join" if joined else "leave", last_step())
 
 
 def restored(step: int, seconds: float) -> None:
@@ -165,7 +175,7 @@ def last_step() -> int | None:
 def _mapped() -> mmap.mmap | None:
     """The first line of the file; None without a launcher."""
     with suppress(OSError, ValueError), open(_path, "r+b") as file:
-        return mmap.mmap(file.fileno(), len(NO_STEP))
+        return mmap.mmap(file.fileno(), len(FIRST_LINE))
     return None
 
 

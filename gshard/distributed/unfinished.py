@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from gshard._util.events import last_step, tell
+from gshard._util.events import tell
 from gshard.distributed import env_vars
 
 _TICK = 0.02  # seconds
@@ -41,8 +41,6 @@ class Work(NamedTuple):
     def after(self, event: Mapping[str, Any]) -> Work:
         """Returns the work after the process has told of an event."""
         kind, what, step = (event.get(name) for name in ("event", "what", "step"))
-        if kind in ("join", "leave"):
-            return self._replace(cut_off=kind == "join")
         if str(kind).endswith(_BEGIN):
             return self._replace(running=(*self.running, what))
         if what not in self.running:
@@ -93,16 +91,6 @@ def exits_with_error() -> None:
     """Notes that this process is to exit; what it finishes from now on is late."""
     global _exiting
     _exiting = True
-
-
-def joined() -> None:
-    """Tells the launcher that this process has joined the others of its job."""
-    tell("join")
-
-
-def left() -> None:
-    """Tells the launcher that this process runs its exit functions."""
-    tell("leave", last_step())
 
 
 def is_exiting() -> bool:

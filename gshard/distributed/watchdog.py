@@ -21,7 +21,7 @@ from typing import NamedTuple
 from gshard._util import activity
 from gshard._util.activity import Call, Place, at, calling, doing, handled
 from gshard._util.errors import GShardError, some
-from gshard._util.events import last_step, tell
+from gshard._util.events import last_step, tell, tell_joined
 from gshard.distributed import unfinished
 from gshard.distributed.places import Group, Meeting, Member, Server
 from gshard.distributed.rendezvous import Address
@@ -84,7 +84,7 @@ class Watchdog:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=_THREAD, daemon=True)
         self._thread.start()
-        unfinished.joined()
+        tell_joined(True)
         atexit.register(self._leave)
         activity.meeting_points.append(self._meet)
 
@@ -306,7 +306,7 @@ class Watchdog:
         while not failed and self._devices.is_working():  # a thread of JAX must not outlive Python
             time.sleep(0.02)
         activity.script_has_ended(failed)
-        unfinished.left()
+        tell_joined(False)
         if not failed:
             self._at_end = doing("at the end of its script", waits=True)
             self._at_end.__enter__()

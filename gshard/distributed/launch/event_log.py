@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gshard._util.events import NO_STEP, WIDTH, now, rounded
+from gshard._util.events import FIRST_LINE, JOINED, WIDTH, now, rounded
 from gshard.distributed.launch.log_file import LogFile
 from gshard.distributed.unfinished import Work
 
@@ -74,9 +74,9 @@ class Status:
         self._rank, self._log = rank, log
         self._work = Work()
         self.left: float | None = None  # when its script ended, by the monotonic clock
-        path.write_bytes(NO_STEP)
+        path.write_bytes(FIRST_LINE)
         self._read = path.open("rb", buffering=0)
-        self._read.seek(len(NO_STEP))
+        self._read.seek(len(FIRST_LINE))
         self._begun = b""  # a line without its end
 
     def update(self) -> None:
@@ -96,8 +96,11 @@ class Status:
     @property
     def work(self) -> Work:
         """What the process has to finish, and how far it came."""
-        text = os.pread(self._read.fileno(), WIDTH, 0).strip()
-        return self._work._replace(step=int(text) if text.isdigit() else None)
+        line = os.pread(self._read.fileno(), len(FIRST_LINE), 0)
+        step, joined = line[:WIDTH].strip(), line[WIDTH:].strip()
+        return self._work._replace(
+            step=int(step) if step.isdigit() else None, cut_off=joined == JOINED
+        )
 
     def close(self) -> None:
         """Closes the file."""

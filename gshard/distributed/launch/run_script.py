@@ -52,7 +52,7 @@ def _tell_end(status: str) -> None:
     """Tells the launcher that the script has ended; threads and exit functions may go on."""
     if status:
         with suppress(OSError), open(status, "ab") as file:
-            file.write(b'{"event": "end"}\n')
+            file.write(b'\n{"event": "end"}\n')
 
 
 def _write_lines() -> None:

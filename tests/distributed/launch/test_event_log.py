@@ -55,6 +55,24 @@ def test_a_line_that_has_begun_is_read_when_it_ends(status, tmp_path):
     assert read(tmp_path) == [{"time": "now", "event": "a", "rank": 3}]
 
 
+def test_a_disk_that_was_full_loses_no_later_event(status, tmp_path):
+    with status.path.open("ab") as file:
+        file.write(b'{"event": "sa')  # what fitted
+    events.tell("skip", 8)
+    status.update()
+    assert kinds(read(tmp_path), 3) == ["skip"]
+
+
+def test_a_process_that_leaves_while_the_disk_is_full_is_not_cut_off(status, monkeypatch):
+    assert not status.work.cut_off
+    events.tell_joined(True)
+    assert status.work.cut_off
+    monkeypatch.setattr(events, "_path", "/dev/full")
+    events.tell_joined(False)
+    status.update()
+    assert not status.work.cut_off
+
+
 def test_the_end_of_a_script_is_for_the_launcher_alone(status, tmp_path):
     """It may be read, or the process may be gone before."""
     assert status.left is None
