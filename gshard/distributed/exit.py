@@ -42,13 +42,13 @@ PREEMPTED_EXIT_CODE = 75
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-# What a collective or JAX's coordinator says when another process has gone. No more than that: the
-# words are looked for in what the user's program prints, too.
+# What a collective or JAX's coordinator says when another process has gone, not in a line of level
+# I. No more than that: the words are looked for in what the user's program prints, too.
 LOST_PEER = re.compile(
-    r"gloo [\w -]{1,40} failed|coordination service|distributed service detected|"
+    r"^(?!I\d{4} ).*(gloo [\w -]{1,40} failed|coordination service|distributed service detected|"
     r"remote process exited|nccl(remote|system)error|lost its connection to another one|"
-    r"has gone from the job",
-    re.IGNORECASE,
+    r"has gone from the job)",
+    re.IGNORECASE | re.MULTILINE,
 )
 
 _THREADS_TIMEOUT = 8.0  # seconds that `atexit` functions and other threads have to end

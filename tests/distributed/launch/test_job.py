@@ -793,6 +793,16 @@ def test_the_first_cause_is_not_who_follows():
     assert not finished.failed and first_cause([finished, lost]) is lost
 
 
+def test_that_others_come_and_go_is_no_lost_peer():
+    """TF_CPP_MIN_LOG_LEVEL=0 shows such lines, on process 0."""
+    line = "{}0000 00:00:1796000000.000000    1234 coordination_service.cc:690] task:1 has {}"
+    came = line.format("I", "connected to coordination service. Incarnation: 42")
+    text = f"{came}\nTraceback (most recent call last):\nZeroDivisionError: division by zero"
+    assert not End(0, 1, text=text).follows
+    assert error_of(End(0, 1, text=text)) == "ZeroDivisionError: division by zero"
+    assert End(0, 1, text=line.format("E", "lost the coordination service")).follows
+
+
 def test_a_job_that_leaves_by_os_exit_on_all_ranks_has_finished_unless_a_save_is_lost():
     left = [End(rank, 0, work=Work(cut_off=True)) for rank in range(2)]
     assert not Outcome(left, None, 0).failed and Outcome(left, None, 0).summary == (0, "")
