@@ -26,7 +26,6 @@ from gshard.distributed.launch.background_writer import background_output, say
 from gshard.distributed.launch.compilation_cache import OFF, VARIABLE
 from gshard.distributed.launch.elastic import JOIN_TIMEOUT, MAX_RESTARTS, run_elastic
 from gshard.distributed.launch.event_log import EventLog
-from gshard.distributed.launch.exit_status import report
 from gshard.distributed.launch.job import Request, collected_signals, run_job
 from gshard.distributed.launch.restarts import Failure, Restarts
 from gshard.distributed.machines import Machines, check_batch_size, parse_machines
@@ -101,7 +100,7 @@ def _run(asked: Request, signals: list[int]) -> int:
     events = EventLog(asked.log_dir, asked.rank or 0, asked.log_size * 2**20)
     try:
         while (outcome := run_job(asked, count, signals, events)).failed:
-            say(report(outcome.ends, outcome.memory_kills, f"{asked.log_dir}/rank-*.log"))
+            say(outcome.report(asked.log_dir))
             if signals or not asked.max_restarts:
                 break
             decision = restarts.after(Failure.of(outcome.ends))

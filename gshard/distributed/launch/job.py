@@ -21,7 +21,7 @@ from gshard.distributed import env_vars
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE, STOP_SIGNALS
 from gshard.distributed.launch.compilation_cache import cache_variables
 from gshard.distributed.launch.event_log import EventLog, Status
-from gshard.distributed.launch.exit_status import End, first_cause
+from gshard.distributed.launch.exit_status import End, first_cause, report
 from gshard.distributed.launch.log_file import Log
 from gshard.distributed.launch.output import Lines, Stream
 from gshard.distributed.launch.supervisor import Child, Supervisor
@@ -86,10 +86,13 @@ class Outcome(NamedTuple):
     signal: int | None  # that the processes were sent
     memory_kills: int  # processes that the kernel killed for memory
     is_whole: bool = True  # whether these are all processes of the job
+    not_started: str = ""  # why the processes could not be started; then there are no `ends`
 
     @property
     def failed(self) -> bool:
         """Whether a process failed by itself, and not because of the signal that the job got."""
+        if self.not_started:
+            return True
         if self.is_whole and all(e.cut_off and not e.work.running for e in self.ends):
             return False  # all left by `os._exit(0)`, and no save is lost
         sent = STOP_SIGNALS if self.signal in STOP_SIGNALS else (self.signal,)
@@ -113,8 +116,15 @@ class Outcome(NamedTuple):
                 if self.signal == signal.SIGTERM:
                     said += ". Scripts stop cleanly with gshard.distributed.until_preempted"
             return 128 + self.signal, said
-        code = first_cause(self.ends).code or 1  # a failure, though one ended it with the code 0
+        # A failure, though one ended it with the code 0.
+        code = (first_cause(self.ends).code if self.ends else 1) or 1
         return code if code > 0 else 128 - code, ""
+
+    def report(self, log_dir: Path) -> str:
+        """What is said of a failure."""
+        if self.not_started:
+            return f"gshard: {self.not_started}"
+        return report(self.ends, self.memory_kills, f"{log_dir}/rank-*.log")
 
 
 def run_job(
@@ -129,6 +139,9 @@ def run_job(
 
     Of the `signals` that arrive meanwhile the first is passed on, and the second ends the wait. In
     an elastic job the other machines give `orders`, and machine 0 has reserved the `port`.
+
+    Raises:
+      GShardError: an option is wrong; or the processes cannot be started, and it is not a restart.
     """
     alone, kills = request.world_size == 1, _memory_kills()
     size, machines = request.world_size, request.nnodes
@@ -136,33 +149,36 @@ def run_job(
     on_cpu = request.virtual_devices is not None
     cache = cache_variables(request.compilation_cache, request.log_dir, request.nnodes, on_cpu)
     master = request.master if isinstance(request.master, Address) else Address(LOOPBACK, 0)
-    if port is None and not alone and not request.rank:
-        port = ReservedPort(*master)
     try:
+        if port is None and not alone and not request.rank:
+            port = ReservedPort(*master)
         meanwhile = orders.poll if orders else lambda: None
-        supervisor = Supervisor(None if alone else request.heartbeat_timeout, meanwhile)
-        status = tempfile.TemporaryDirectory(prefix="gshard-", ignore_cleanup_errors=True)
-        try:
-            for local in range(len(request.variables)):
-                if not signals:
-                    where = port, Path(status.name)
-                    supervisor.add(_start(request, local, restarts, *where, events, cache))
-            while supervisor.running:
-                supervisor.tick()
-                if signals or (orders and orders.stop):
-                    _stop_in_order(supervisor, signals, request.grace)
-                elif supervisor.failed or (orders and orders.end):
-                    if supervisor.failed:
-                        supervisor.settle()
-                    supervisor.let_finish(request.grace, lambda: len(signals) > 1)
-                    supervisor.end_rest()
-        finally:
-            supervisor.close()
-            status.cleanup()
+        with tempfile.TemporaryDirectory(prefix="gshard-", ignore_cleanup_errors=True) as folder:
+            supervisor = Supervisor(None if alone else request.heartbeat_timeout, meanwhile)
+            try:
+                for local in range(len(request.variables)):
+                    if not signals:
+                        where = port, Path(folder)
+                        supervisor.add(_start(request, local, restarts, *where, events, cache))
+                while supervisor.running:
+                    supervisor.tick()
+                    if signals or (orders and orders.stop):
+                        _stop_in_order(supervisor, signals, request.grace)
+                    elif supervisor.failed or (orders and orders.end):
+                        if supervisor.failed:
+                            supervisor.settle()
+                        supervisor.let_finish(request.grace, lambda: len(signals) > 1)
+                        supervisor.end_rest()
+            finally:
+                supervisor.close()
     except OSError as error:
-        if isinstance(error, GShardError):
-            raise
-        raise GShardError(f"the processes cannot be started: {error.strerror}.") from error
+        fault = str(error)
+        if not isinstance(error, GShardError):
+            of = f"{error.filename}: " if error.filename else ""
+            fault = f"the processes cannot be started: {of}{error.strerror or error}."
+        if restarts:  # the next one may find memory, room on the disk, or the port
+            return Outcome([], None, 0, not_started=fault)
+        raise GShardError(fault) from error
     finally:
         if port:
             port.release()

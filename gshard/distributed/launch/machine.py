@@ -6,9 +6,10 @@ import os
 import socket
 from typing import Any, NamedTuple
 
+from gshard._util.errors import GShardError
 from gshard.distributed.launch.background_writer import say
 from gshard.distributed.launch.event_log import EventLog
-from gshard.distributed.launch.exit_status import first_cause, report
+from gshard.distributed.launch.exit_status import first_cause
 from gshard.distributed.launch.job import Orders, Outcome, Request, run_job
 from gshard.distributed.launch.restarts import Failure, furthest
 from gshard.distributed.rendezvous import Address, ReservedPort
@@ -48,7 +49,8 @@ class Report(NamedTuple):
         """Returns what a machine reports."""
         failure, follows = Failure(-1, "", None, furthest(outcome.ends)), True
         if outcome.failed:
-            failure, follows = Failure.of(outcome.ends), first_cause(outcome.ends).follows
+            failure = Failure.of(outcome.ends)
+            follows = bool(outcome.ends) and first_cause(outcome.ends).follows
         failure = failure._replace(error=failure.error[:LONGEST_ERROR])
         return cls(outcome.summary[0], outcome.failed, follows, leaves, failure)
 
@@ -72,8 +74,10 @@ def run_start(
     place = {"nnodes": start.machines, "rank": start.rank}
     request = Request(**{**vars(asked), **place, "master": Address(host, start.port)})
     outcome = run_job(request, start.restarts, signals, events, orders, port)
+    if outcome.not_started and start.rank:  # the others go on without this machine
+        raise GShardError(outcome.not_started)
     if outcome.failed:
-        say(report(outcome.ends, outcome.memory_kills, f"{asked.log_dir}/rank-*.log"))
+        say(outcome.report(asked.log_dir))
     elif orders.end:
         say(f"gshard: the processes of this machine were ended: {orders.end}")
     return outcome, Report.of(outcome, leaves=bool(signals))

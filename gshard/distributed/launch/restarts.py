@@ -39,7 +39,9 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, ends: Sequence[End]) -> Failure:
-        """Returns the failure of a job whose processes ended so."""
+        """Returns the failure of a job whose processes ended so, or could not be started."""
+        if not ends:
+            return cls(-1, "", None, (-1, -1))
         first, (steps, saved) = first_cause(ends), furthest(ends)
         step = first.work.step
         if hang(ends) and steps >= 0:  # all end at once, and one may be a step ahead

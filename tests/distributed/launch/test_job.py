@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import pytest
 import gshard
 from gshard.cli.main import main
 from gshard.distributed.exit import STOP_SIGNALS
-from gshard.distributed.launch import output, supervisor
+from gshard.distributed.launch import output, restarts, supervisor
 from gshard.distributed.launch.cli import request, say_misplaced, say_started_often
 from gshard.distributed.launch.event_log import EventLog, Status
 from gshard.distributed.launch.exit_status import (
@@ -271,6 +272,28 @@ def test_an_error_of_the_launcher_at_a_restart_is_a_failure_of_the_job(tmp_path)
         assert "gshard: not starting again: --log_dir" in job.err
     events = [json.loads(x) for x in (tmp_path / "log" / "events.jsonl").read_text().splitlines()]
     assert [x["event"] for x in events][-2:] == ["give_up", "exit"] and events[-1]["code"] == 1
+
+
+def test_a_restart_that_finds_no_room_is_tried_again(tmp_path, monkeypatch, capsys):
+    """Here its folder for temporary files is gone until the launcher has told of that."""
+    script, folder = tmp_path / "script.py", tmp_path / "temporary"
+    back = "until [ $(grep -c '\"restart\"' log/events.jsonl) = 2 ]; do sleep 0.02; done; mkdir "
+    script.write_text(
+        "import os, shutil, signal, subprocess\n"
+        "if os.environ['GSHARD_RESTARTS'] == '0':\n"
+        f"    shutil.rmtree({str(folder)!r})\n"
+        f"    subprocess.Popen(['sh', '-c', {back + str(folder)!r}], start_new_session=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(restarts, "_LONGEST", 0.2)
+    monkeypatch.chdir(tmp_path)
+    words = ["--max_restarts", "9", "--nproc_per_node", "2", "--virtual_devices", "1"]
+    assert main(["launch", *words, str(script)]) == 0
+    said = capsys.readouterr().err
+    assert re.search(rf"cannot be started: {folder}/.*: No such file or directory\.\n", said)
+    assert "starting all processes again in 0 s (2 of 9)" in said
 
 
 @pytest.mark.slow
