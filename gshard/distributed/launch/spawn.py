@@ -215,6 +215,7 @@ class Spawned:
         self._children = [c for c in supervisor.children if isinstance(c, _Child)]
         self.processes: list[SpawnProcess] = [child.process for child in self._children]
         self._end = threading.Event()
+        self._grace = _STOP_GRACE  # after the next signal to stop
         self._terminated, self._error = False, None
         # Results are read as they come, and a failure ends the others, whoever waits or not.
         self._watch = threading.Thread(
@@ -314,7 +315,8 @@ class Spawned:
 
         def pass_on(number: int, frame: object) -> None:
             self._supervisor.send(signal.SIGTERM)
-            timer = threading.Timer(_STOP_GRACE, self._end.set)
+            timer = threading.Timer(self._grace, self._end.set)
+            self._grace = 0.0
             timer.daemon = True
             timer.start()
 

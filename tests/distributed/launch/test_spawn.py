@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -22,8 +23,10 @@ from flax import nnx
 
 import gshard
 from gshard.distributed.exit import STOP_SIGNALS
+from gshard.distributed.launch import supervisor
 from gshard.distributed.launch.child import on_host
 from tests.distributed.launch import spawned_functions as functions
+from tests.hosts import until
 from tests.jobs import ROOT, launch, running
 
 NPROCS = 2
@@ -247,6 +250,29 @@ def test_the_parent_passes_signals_to_stop_on_and_ends_with_its_code(tmp_path, n
         assert len(saved) == 2
         assert len(set(saved)) == 1
         job.assert_nobody_left()
+
+
+def test_a_second_signal_ends_those_that_do_not_stop(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "_FAILED_GRACE", 0.2)
+    deaf = tmp_path / "deaf"
+    spawned = gshard.distributed.spawn(
+        functions.one_fails_others_sleep, (str(deaf),), nprocs=1, join=False, virtual_devices=1
+    )
+
+    def send() -> None:
+        until("a deaf process", deaf.exists, 60)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        with pytest.raises(gshard.distributed.ProcessFailedError, match="SIGKILL"):
+            spawned.join(timeout=20)
+    finally:
+        sender.join()
+        spawned.terminate()
 
 
 @pytest.mark.slow
