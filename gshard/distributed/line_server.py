@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import selectors
 import socket
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 LONGEST = 1024  # bytes of a line; a longer one comes from another program
 SILENCE = 5.0  # seconds in which a connection has to say who it is
+_PAUSE = 1.0  # seconds for which none is accepted after there was no room for one
 
 
 @dataclass(eq=False)
@@ -38,6 +40,7 @@ class LineServer(ABC):
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._accepts_at, self._is_full = 0.0, False  # while it does not, the time when it will
         self._silent: dict[Peer, None] = {}  # have not said who they are; the oldest first
         self.peers: set[Peer] = set()  # the others
 
@@ -57,10 +60,16 @@ class LineServer(ABC):
 
     @abstractmethod
     def no_room(self, error: OSError) -> None:
-        """Learns that no more connections can be opened, and all are of this job."""
+        """Learns that no more connections can be opened, and all are of this job.
+
+        It is told again once there was room in between.
+        """
 
     def receive(self, seconds: float) -> None:
         """Waits so long for connections and lines, and takes those that come."""
+        if self._accepts_at and time.monotonic() > self._accepts_at:
+            self._accepts_at = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ)
         for key, _ in self._selector.select(seconds):
             if key.data is not None:
                 self._read(key.data)
@@ -71,6 +80,7 @@ class LineServer(ABC):
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._make_room(error)
                 continue
+            self._is_full = False
             connection.setblocking(False)
             peer = Peer(connection, host, time.monotonic())
             self._silent[peer] = None
@@ -82,8 +92,17 @@ class LineServer(ABC):
     def _make_room(self, error: OSError) -> None:
         if self._silent:
             self.drop(next(iter(self._silent)))
-        else:
+            return
+        if not self._is_full:
+            self._is_full = True
             self.no_room(error)
+        self._accept_none(_PAUSE)  # it would be ready at once again
+
+    def _accept_none(self, seconds: float) -> None:
+        """Lets nobody in for so long."""
+        if not self._accepts_at:
+            self._selector.unregister(self._listener)
+        self._accepts_at = time.monotonic() + seconds
 
     def _read(self, peer: Peer) -> None:
         if peer.connection.fileno() < 0:  # dropped to make room, since the selector returned it
@@ -125,7 +144,7 @@ class LineServer(ABC):
         Nobody else is let in.
         """
         self.tell(line)
-        self._selector.unregister(self._listener)
+        self._accept_none(math.inf)
         end = time.monotonic() + 1
         while self.peers and time.monotonic() < end:
             self.receive(0.05)

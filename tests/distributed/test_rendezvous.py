@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import socket
 import threading
+import time
+from contextlib import ExitStack, suppress
 
 import pytest
 
 import gshard
+from gshard.distributed import line_server
+from gshard.distributed.line_server import LineServer
 from gshard.distributed.rendezvous import ReservedPort, meet
 
 
@@ -88,3 +94,48 @@ def test_a_process_that_comes_too_late_gets_no_answer_and_says_so():
     assert "arrived: 0; missing: 1" in str(error)
     with pytest.raises(gshard.distributed.NotArrivedError, match="did not reach process 0"):
         meet(call.at, 2, 1, 0.5, False)
+
+
+class Heard(LineServer):
+    """Keeps what it was told."""
+
+    def __init__(self, listener):
+        super().__init__(listener)
+        self.lines, self.no_rooms = [], 0
+
+    def take(self, peer, line):
+        self.lines.append(line)
+
+    def dropped(self, peer):
+        pass
+
+    def no_room(self, error):
+        self.no_rooms += 1
+
+
+def test_who_comes_when_no_file_is_left_is_told_of_once_and_let_in_later(monkeypatch):
+    monkeypatch.setattr(line_server, "_PAUSE", 0.2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as rest:
+        server = Heard(rest.enter_context(socket.create_server(("127.0.0.1", 0))))
+        rest.callback(server.close)
+        client = rest.enter_context(socket.create_connection(server._listener.getsockname()))
+        client.sendall(b"x\n")
+        last = os.dup(0)
+        rest.callback(os.close, last)
+        with ExitStack() as until_there_is_room:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (last + 3, hard))
+            until_there_is_room.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+            with suppress(OSError):
+                while True:
+                    until_there_is_room.callback(os.close, os.dup(0))
+            looks, end = 0, time.monotonic() + 0.7
+            while time.monotonic() < end:
+                server.receive(0.05)
+                looks += 1
+            assert server.no_rooms == 1
+            assert looks < 30
+        end = time.monotonic() + 10
+        while not server.lines and time.monotonic() < end:
+            server.receive(0.05)
+        assert server.lines == [b"x"]
