@@ -35,14 +35,19 @@ class Guardian:
         read, write = os.pipe()
         self._pipe = os.fdopen(write, "wb", buffering=0)
         _pipes.add(self._pipe)
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__],
-            stdin=read,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C of a terminal is not for it
-        )
-        os.close(read)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__],
+                stdin=read,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C of a terminal is not for it
+            )
+        except BaseException:
+            self._pipe.close()
+            raise
+        finally:
+            os.close(read)
 
     def watch(self, pid: int) -> None:
         """Adds a process, and the group it may lead, that must not outlive this one."""

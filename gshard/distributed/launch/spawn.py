@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import ForkingPickler
@@ -148,34 +148,41 @@ def _start(
     timeouts: dict[str, int],
     daemon: bool,
 ) -> Spawned:
-    context, port, supervisor = multiprocessing.get_context("spawn"), ReservedPort(), Supervisor()
+    context = multiprocessing.get_context("spawn")
     try:
-        for rank, variables in enumerate(shares):
-            position = env_vars.process_variables(
-                port.address, len(shares), rank, rank, port_is_kept=True, **timeouts
-            )
-            result, to = context.Pipe(duplex=False)
-            stderr, err = context.Pipe(duplex=False)
-            process = context.Process(
-                target=run, args=(*call, to, err), daemon=daemon, name=f"gshard rank {rank}"
-            )
-            # Set before it starts, since it imports the user's program before anything of gshard.
-            before = dict(os.environ)
-            os.environ.update({**variables, **position})
-            try:
-                process.start()
-            finally:
-                for name in {**variables, **position}:
-                    del os.environ[name]
-                    if name in before:
-                        os.environ[name] = before[name]
-            to.close()
-            err.close()
-            supervisor.add(_Child(rank, process, result, stderr))
-    except BaseException:
-        supervisor.close()  # ends those that have started
-        port.release()
-        raise
+        with ExitStack() as unless_started:
+            keep = unless_started.enter_context
+            unless_started.callback((port := ReservedPort()).release)
+            unless_started.callback((supervisor := Supervisor()).close)  # ends what has started
+            for rank, variables in enumerate(shares):
+                position = env_vars.process_variables(
+                    port.address, len(shares), rank, rank, port_is_kept=True, **timeouts
+                )
+                result, to = map(keep, context.Pipe(duplex=False))
+                stderr, err = map(keep, context.Pipe(duplex=False))
+                process = context.Process(
+                    target=run, args=(*call, to, err), daemon=daemon, name=f"gshard rank {rank}"
+                )
+                # Set before it starts, since it imports the user's program before gshard.
+                before = dict(os.environ)
+                os.environ.update({**variables, **position})
+                try:
+                    process.start()
+                finally:
+                    for name in {**variables, **position}:
+                        del os.environ[name]
+                        if name in before:
+                            os.environ[name] = before[name]
+                to.close()
+                err.close()
+                supervisor.add(_Child(rank, process, result, stderr))
+            unless_started.pop_all()
+    except OSError as error:
+        raise GShardError(
+            f"spawn cannot start {len(shares)} processes: {error.strerror or error}. Start fewer, "
+            "or raise the limit of this program (`ulimit -n` for open files, `ulimit -u` for "
+            "processes)."
+        ) from error
     return Spawned(supervisor, port, daemon)
 
 

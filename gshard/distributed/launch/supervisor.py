@@ -85,7 +85,7 @@ class Supervisor:
         self._meanwhile = meanwhile
         self.children: list[Child] = []
         self.ends: dict[int, End] = {}
-        self._guardian, self._selector = Guardian(), selectors.DefaultSelector()
+        self._selector, self._guardian = selectors.DefaultSelector(), Guardian()
         self._began, self._stop_limit = time.monotonic(), stop_limit
         self._stopped_since: dict[int, float] = {}
         self._stopped, self._asked = set[int](), set[int]()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
 import jax
@@ -178,6 +182,30 @@ def test_a_function_that_leaves_by_os_exit_is_named():
     said = "process 0 of 1 ended with the exit code 0 before its function returned, as after os._e"
     assert str(caught.value).startswith(said) and caught.value.exit_code == 0
     assert gshard.distributed.spawn(sys.exit, (0,), nprocs=1, virtual_devices=1) == [None]
+
+
+@pytest.mark.parametrize("files", [4, 25], ids=["for the guardian", "for all"])
+def test_files_that_do_not_suffice_are_said_and_none_is_left_open(files):
+    resource_tracker.ensure_running()
+    spawn, error = gshard.distributed.spawn, gshard.GShardError  # found in files
+    gc.collect()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before, taken = {*os.listdir("/proc/self/fd")}, []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, before)) + 1 + files, hard))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        for _ in range(files):
+            os.close(taken.pop())
+        with pytest.raises(error, match="40 processes: Too many open files.*-n`"):
+            spawn(max, (1, 2), nprocs=40, virtual_devices=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in taken:
+            os.close(number)
+    gc.collect()  # the frames of the error
+    assert {*os.listdir("/proc/self/fd")} <= before
 
 
 def test_a_program_without_exit_codes_does_not_spawn(monkeypatch):
