@@ -203,7 +203,7 @@ _OUT_OF_MEMORY = (
 )
 _MEANINGS = (
     (
-        r"No space left on device",
+        r"No space left on device|Disk quota exceeded",
         "A disk is full, or a quota is used up: make room where the error says.",
     ),
     (

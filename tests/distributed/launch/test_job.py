@@ -867,6 +867,7 @@ def test_a_job_that_hung_is_reported_by_what_its_watchdog_said():
         (End(0, -9), "kill -9"),
         (End(0, 1, (), "jaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory"), "smaller"),
         (End(0, 1, (), "RESOURCE_EXHAUSTED: x: No space left on device"), "A disk is full"),
+        (End(0, 1, (), "OSError: [Errno 122] Disk quota exceeded: 'x'"), "a quota is used up"),
         (End(0, 1, (), "gshard...PortTakenError: port 3 is taken"), "another program"),
         (End(0, 1, (), "gshard...NotArrivedError: not all"), "see which are missing"),
         (End(0, 1, (), "raise (NotArrivedError if late else GShardError)(why)\nGShardError"), ""),
