@@ -245,6 +245,37 @@ def test_a_machine_that_is_told_to_stop_leaves_the_others(site, capsys):
     assert "starting all processes again in" not in said, "it is no failure"
 
 
+def test_a_machine_that_leaves_is_no_failure_where_others_lose_their_connection(site, capsys):
+    script, left = site.folder / "waits.py", site.folder / "left"
+    stops = f"""
+left = pathlib.Path("{left}")
+def lose(): raise ValueError("Gloo AllReduce failed: Connection closed by peer")
+def stop(*_):
+    if left.exists(): lose()
+    left.touch()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+"""
+    loses = """
+if os.environ["GSHARD_RESTARTS"] == "0":
+    while not left.exists(): time.sleep(0.01)
+    lose()
+"""
+    text = script.read_text().replace('print("runs")', loses)
+    script.write_text(text.replace("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", stops))
+    first, second, third = (site.machine() for _ in range(3))
+    site.until_start(0, 3)
+    third.signals.append(signal.SIGTERM)
+    assert third.end() == 75
+    site.until_start(1, 2)
+    site.go()
+    assert (first.end(), second.end()) == (0, 0)
+    said = capsys.readouterr().err
+    assert said.count("Gloo AllReduce failed") >= 2, said
+    assert re.search(r"machine \d \(.*\) was told to stop, and leaves the job", said)
+    assert "starting all processes again in" not in said, said
+
+
 def test_a_machine_that_waits_and_is_told_to_stop_does_so_in_order(site, capsys):
     first, second = site.machine("--join_timeout", 1), site.machine()
     site.until_start(0, 2)

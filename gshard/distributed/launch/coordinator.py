@@ -91,8 +91,11 @@ class Coordinator(LineServer):
             reports = [own, *self._await_reports(chosen, own)]
             _, said = outcome.summary
             code = max(report.code for report in reports)
-            failed = bool(self._lost) or any(report.failed for report in reports)
-            is_over = code == 0 or not (self.stop or any(report.leaves for report in reports))
+            leaves = any(report.leaves for report in reports)  # and others have lost it
+            failed = bool(self._lost) or any(
+                report.failed and not (leaves and report.follows) for report in reports
+            )
+            is_over = code == 0 or not (self.stop or leaves)
             if self._signals or (is_over and not failed):
                 if said:
                     say(said)
