@@ -43,7 +43,8 @@ def quantize(x: jax.Array, how: BlockCodes, seed: jax.Array | None = None) -> ja
     scales = _scales(wide, how)
     codes = wide / _each(jnp.where(scales == 0, 1, scales), how, size)
     if how.stochastic:
-        codes = jnp.floor(codes + _uniform(x.shape, seed))
+        most = LARGEST[how.dtype]  # 7 + (1 - 2^-24) is 8 in float32, a nibble that means -8
+        codes = jnp.clip(jnp.floor(codes + _uniform(x.shape, seed)), -most, most)
     elif how.dtype.startswith("int"):
         codes = jnp.round(codes)
     if how.dtype.startswith("int"):

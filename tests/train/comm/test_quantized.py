@@ -127,9 +127,17 @@ def test_stochastic_rounding_has_the_value_as_its_mean():
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_the_largest_entry_of_a_block_has_a_code(dtype):
     how = BlockCodes(dtype, -1, stochastic=True)
-    # a scale that is halfway to the next bfloat16 from below, which rounds down
+    # a scale just below the middle of two bfloat16, which would round down without a margin
     x = np.full((4, 256), LARGEST[dtype] * (1 + 0.9 * 2.0**-9), np.float32)
     assert (np.abs(decoded(x, how, jnp.uint32(1)) - x) <= 1.02).all()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_the_largest_code_is_not_rounded_up(dtype):
+    how = BlockCodes(dtype, -1, stochastic=True)
+    x = np.full((1, 64), LARGEST[dtype] / 1024, np.float32)  # codes that are exact
+    # of this seed entry 44 draws the largest number below 1, and 7 plus it is 8 in float32
+    np.testing.assert_array_equal(decoded(x, how, jnp.uint32(149155)), x)
 
 
 def layouts(mesh, dtype, stochastic=False):
