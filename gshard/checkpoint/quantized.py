@@ -60,16 +60,18 @@ def stored_otherwise(plan: Plan, stored: Mapping[str, Stored]) -> dict[str, Any]
 def _in_blocks(layout: Layout, axis: int, shards: int) -> Any:
     """Returns the layouts of codes and scales to read, in blocks of another plan.
 
-    Model-parallel axes shard the scales only if they divide the number of blocks.
+    Model-parallel axes and the kept axis shard the scales only if they divide the number of blocks.
     """
     found = quantized_layout(layout.in_memory(DEVICE), axis, shards)
+    scales, kept = found.scales, layout.kept
     names = list(layout.model_axes)
     sizes = dict(layout.group.model_axes)
-    if names and found.scales.shape[axis] % math.prod(sizes[name] for name in names[axis]):
+    if names and scales.shape[axis] % math.prod(sizes[name] for name in names[axis]):
         names[axis] = ()
-        scales = dataclasses.replace(found.scales, model_axes=tuple(names))
-        found = dataclasses.replace(found, scales=scales)
-    return found
+        scales = dataclasses.replace(scales, model_axes=tuple(names))
+    if kept is not None and kept.dim == axis and scales.shape[axis] % kept.devices:
+        scales = dataclasses.replace(scales, kept=None)
+    return dataclasses.replace(found, scales=scales)
 
 
 def convert(x: Any, read: Any, wanted: Any, plan: Plan) -> Any:
