@@ -382,8 +382,9 @@ def resharding(plan: Plan, reshard_after_forward: bool | int) -> bool | int:
         return bool(reshard_after_forward)
     try:
         n = check_integer("reshard_after_forward", reshard_after_forward, 1)
-        groups = {x.group for x in jax.tree.leaves(plan.params) if x.kept} | {plan.group}
-        for group in groups:  # that of a kept array has fewer devices
+        params = jax.tree.leaves(plan.params)
+        kept = {x.group for x in params if x.kept is not None and x.dim is not None}
+        for group in kept | {plan.group}:  # that of a kept array has fewer devices
             if n not in (1, plan.group.size):
                 group.sub_group(n)
     except GShardError as error:

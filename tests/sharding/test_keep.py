@@ -240,6 +240,15 @@ def test_a_sub_group_has_to_divide_the_devices_of_a_kept_array_too():
         gshard.make_train_step(lambda p, b: b.mean(), plan, reshard_after_forward=2)
 
 
+@pytest.mark.parametrize("sizes", [{"expert": 4}, {"shard": 1, "expert": 4}], ids=str)
+def test_a_kept_array_with_nothing_to_gather_needs_no_sub_groups(sizes):
+    p = {"experts": np.zeros((4, 16, 16), np.float32), "w": np.zeros((16, 16), np.float32)}
+    plan = plan_of("zero3", {"experts": ("expert", 0)}, p, mesh(**sizes))
+    sent = gshard.budget(plan, reshard_after_forward=2).communicated
+    # w alone: 3/4 of it for the forward pass, 1/2 again in sub-groups of 2, and its gradient
+    assert {x.purpose: x.wire_bytes for x in sent} == {"gather": 768 + 512, "scatter": 768}
+
+
 def test_explain_says_where_an_array_is_kept():
     params = {"experts": np.zeros((6, 12, 8), np.float32), "w": np.zeros((12, 8), np.float32)}
     mesh = gshard.make_mesh({"expert": 6}, devices=jax.devices()[:6])

@@ -131,10 +131,16 @@ def test_optimizers_across_the_entries_of_an_array(tx):
 
 
 @pytest.mark.parametrize(
-    "options", [{"reshard_after_forward": False}, {"reshard_after_forward": 2}]
+    ("options", "sizes"),
+    [
+        ({"reshard_after_forward": False}, {"data": 4, "expert": 2}),
+        ({"reshard_after_forward": 2}, {"data": 4, "expert": 2}),
+        ({"reshard_after_forward": 2}, {"expert": 8}),  # the experts have nothing to gather
+    ],
+    ids=str,
 )
-def test_gathered_parameters_that_are_kept_for_the_backward_pass(options):
-    mesh, loss = {"shape": {"data": 4, "expert": 2}}, mean_loss("one-hot")
+def test_gathered_parameters_that_are_kept_for_the_backward_pass(options, sizes):
+    mesh, loss = {"shape": sizes}, mean_loss("one-hot")
     state, plan = sharded(mesh, "p_g_os")
     found = jax.jit(gshard.value_and_grad(loss, plan, **options))(state.params, batch())
     assert worst(found[1], jax.grad(loss)(params(), batch())) < 2e-6
