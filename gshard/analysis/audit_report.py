@@ -201,6 +201,15 @@ def _over_budget(budget: Budget, rows: Iterable[CollectiveRow]) -> Iterator[str]
         if purpose not in _NO_BUDGET and (amount is None or amount > bound):
             many = "an unknown number" if amount is None else f"{amount:,}"
             yield f"{kind} for {purpose}: the budget is {bound:,} elements, found {many}"
+        # A quantized array that is sent as it is has no more elements than codes and scales.
+        codes = sum(x.codes for x in traffic)
+        found = (x for x in rows if (x.kind, x.purpose, x.scalar) == (kind, purpose, False))
+        plain = sum_known(x.elements for x in found if x.dtype.startswith(("f", "bf")))
+        if codes and plain is not None and plain > bound - codes:
+            yield (
+                f"{kind} for {purpose}: the budget of what is not quantized is {bound - codes:,} "
+                f"elements, found {plain:,}"
+            )
 
 
 def _report(found: Audit) -> list[Table]:

@@ -49,6 +49,7 @@ class Traffic:
       network_bytes: how many of these bytes go to other nodes, over the network: the mean over the
         devices of a node. 0 on one node.
       at_least: whether some of it is in a loop of unknown length, of which one iteration counts.
+      codes: how many of the elements are bytes of quantized arrays.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Traffic:
     at_most: bool = False
     network_bytes: int = 0
     at_least: bool = False
+    codes: int = 0
 
 
 class LossTransfer(Protocol):
@@ -239,9 +241,9 @@ def budget(
         for s, r in zip(stored, reduced, strict=True)
         for traffic in _traffic(s, r, micro_batches, how, reshard, nodes)
     ] + [
-        ("all-gather", "non_trainable", True, micro_batches, _gathers(layout, reshard, nodes))
-        for layout in non_trainable
-        if layout.dim is not None
+        ("all-gather", "non_trainable", True, micro_batches, _gathers(x, reshard, nodes), False)
+        for x in non_trainable
+        if x.dim is not None
     ]
     if loss_transfers is None:  # an attribute of a step that was not traced yet
         raise GShardError(
@@ -251,20 +253,23 @@ def budget(
     loss_transfers = list(loss_transfers)
     communicated += [_of_loss(x, plan.group, micro_batches, nodes) for x in loss_transfers]
     in_loops = {(_kind_of(x), "loss") for x in loss_transfers if x.at_least}
-    totals: dict[tuple[str, str, bool], _Amounts] = {}
-    for kind, purpose, at_most, times, amounts in communicated:
-        n, sent, network = totals.get((kind, purpose, at_most), (0, 0, 0))
+    totals: dict[tuple[str, str, bool], tuple[int, int, Fraction | int, int]] = {}
+    for kind, purpose, at_most, times, amounts, quantized in communicated:
+        n, sent, network, codes = totals.get((kind, purpose, at_most), (0, 0, 0, 0))
         more, sends, between = amounts
         totals[kind, purpose, at_most] = (
             n + times * more, sent + times * sends, network + times * between,
+            codes + times * more * quantized,
         )  # fmt: skip
     return Budget(
         plan.level.name,
         plan.group.size,
         {name: _bytes(found, on_host=False) for name, found in layouts.items()},
         tuple(
-            Traffic(kind, purpose, n, sent, at_most, int(network), (kind, purpose) in in_loops)
-            for (kind, purpose, at_most), (n, sent, network) in totals.items()
+            Traffic(
+                kind, purpose, n, sent, at_most, int(network), (kind, purpose) in in_loops, codes
+            )
+            for (kind, purpose, at_most), (n, sent, network, codes) in totals.items()
             if n
         ),
         {name: _bytes(found, on_host=True) for name, found in layouts.items()},
@@ -279,6 +284,8 @@ def _bytes(layouts: Iterable[Layout], on_host: bool) -> int:
 
 # Elements, bytes that a device sends, and bytes of these that it sends to other nodes.
 _Amounts = tuple[int, int, Fraction | int]
+# Kind, purpose, `at_most`, times per step, amounts, and whether the array is quantized.
+_Entry = tuple[str, str, bool, int, _Amounts, bool]
 
 
 def _traffic(
@@ -288,39 +295,38 @@ def _traffic(
     accumulate: str,
     reshard: bool | int,
     nodes: Nodes,
-) -> Iterator[tuple[str, str, bool, int, _Amounts]]:
-    """Yields kind, purpose, `at_most`, times per step and amounts of one leaf's collectives."""
+) -> Iterator[_Entry]:
+    """Yields the entries of one leaf's collectives."""
     sums = micro_batches if accumulate == "sync" else 1
     group = reduced.group
     if reduced.dim is None:
         if group.devices > 1:
             amounts = _all_reduce(reduced, reduced.size, group.axes, nodes)
-            yield "all-reduce", "reduce", False, sums, amounts
+            yield "all-reduce", "reduce", False, sums, amounts, False
         return
     scatters = 1 if accumulate == "local" else micro_batches
     quantized = reduced.scattered_as is not None
     sent = reduced.packed(reduced.scattered_as)
     amounts = _hops(sent, sent, nodes, quantized)
-    yield "reduce-scatter", "scatter", False, scatters, amounts
+    yield "reduce-scatter", "scatter", False, scatters, amounts, quantized
     if group.replicas > 1:
         amounts = _all_reduce(reduced, reduced.stored_size // group.size, group.replica, nodes)
-        yield "all-reduce", "reduce", False, sums, amounts
+        yield "all-reduce", "reduce", False, sums, amounts, False
     if stored.dim is None:
-        yield "all-gather", "update", False, 1, _hops(reduced, stored, nodes)
+        yield "all-gather", "update", False, 1, _hops(reduced, stored, nodes), False
     else:
-        yield "all-gather", "gather", True, micro_batches, _gathers(stored, reshard, nodes)
+        quantized, amounts = stored.gathered_as is not None, _gathers(stored, reshard, nodes)
+        yield "all-gather", "gather", True, micro_batches, amounts, quantized
 
 
-def _of_loss(
-    transfer: LossTransfer, group: Group, micro_batches: int, nodes: Nodes
-) -> tuple[str, str, bool, int, _Amounts]:
+def _of_loss(transfer: LossTransfer, group: Group, micro_batches: int, nodes: Nodes) -> _Entry:
     kind = _kind_of(transfer)
     axes, sizes = transfer.axes or group.batch_axes, dict(nodes.axes)
     n = math.prod(sizes[axis] for axis in axes)
     sent = math.floor(sent_share(kind, n) * transfer.size)
     network = nodes.network_share_over(kind, axes, transfer.pairs) * transfer.size
     amounts = transfer.elements, sent, network
-    return kind, "loss", False, transfer.times * micro_batches, amounts
+    return kind, "loss", False, transfer.times * micro_batches, amounts, False
 
 
 def _kind_of(transfer: LossTransfer) -> str:

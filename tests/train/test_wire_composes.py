@@ -226,6 +226,25 @@ def test_a_stack_and_its_layers_have_the_same_blocks():
     assert stack.gathered_as.dim in (-1, -2)
 
 
+@pytest.mark.parametrize("level", ["os_g", "p_g_os"])
+def test_layers_that_are_sent_as_they_are_are_named(level):
+    def loss(p, b):
+        x = jax.lax.scan(lambda x, w: (jnp.tanh(x * w), None), b, p["norms"])[0]
+        return (jnp.tanh(x @ p["w"]) ** 2).mean()
+
+    params = {"norms": np.ones((45, 96), np.float32), "w": np.ones((96, 96), np.float32)}
+    state, plan = sharded(mesh_of(4), level, params=params, scan_axes=None)
+    assert plan.grads["norms"].scattered_as.dim == -2
+    step = gshard.make_train_step(loss, plan)
+    with pytest.warns(gshard.GShardWarning, match=r"blocks .*scan_axes={'\^norms\$': 0}"):
+        audit = gshard.audit(step, state, np.ones((8, 96), np.float32))
+    assert {row.dtype for row in audit.collectives if row.purpose == "scatter"} == {"f32", "u8"}
+    assert audit.exceeded[0] == (
+        "reduce-scatter for scatter: the budget of what is not quantized is 0 elements, found 4,320"
+    )
+    assert len(audit.exceeded) == (2 if level == "p_g_os" else 1)  # and of what is gathered
+
+
 # ---- what is refused ----------------------------------------------------------------------------
 
 

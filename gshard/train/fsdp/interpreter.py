@@ -213,7 +213,10 @@ def _evaluate_scan(
 
 
 def _warn_of_sharded_stacks(values: Sequence[Any]) -> None:
-    """Warns of stacks that are sharded on the scanned dimension, unless a rule asked for that."""
+    """Warns of stacks that are sharded, or in blocks, along the scanned dimension.
+
+    Not of those whose dimension was named: a rule asked for that.
+    """
     params = [v for v in values if isinstance(v, LazyParam)]
     views = [v.spec for v in params if v.base is not None]
     views = [x for x in views if x.stored.dim is not None or x.reduced.dim is not None]
@@ -222,6 +225,14 @@ def _warn_of_sharded_stacks(values: Sequence[Any]) -> None:
             f"a scan iterates over {some(x.reduced.path for x in views)} transposed or reshaped: "
             f"the full stack{_what_is_moved(views)}, and not a layer at a time. Store the stack "
             "with its layers in dimension 0, and scan over it as it is."
+        )
+    specs = [v.spec for v in params if v.base is None and v.spec.scannable]
+    paths = [x.reduced.path for x in specs if _codes(x) != _codes(x.of_one_layer())]
+    if paths:
+        warn(
+            f"a scan iterates over dimension 0 of {some(paths)}, and the blocks of quantized "
+            "arrays are along it: their layers are sent as they are. Name that dimension: "
+            f"shard_train_state(..., scan_axes={{'^{paths[0]}$': 0}}), or a pattern for all."
         )
     specs = [v.spec for v in params if v.base is None and not v.spec.scannable]
     others = [x.path for x in (s.stored for s in specs) if x.model_axes and x.model_axes[0]]
@@ -239,6 +250,10 @@ def _warn_of_sharded_stacks(values: Sequence[Any]) -> None:
             f"full stack{_what_is_moved(specs)}, and not a layer at a time. Name that dimension: "
             f"shard_train_state(..., scan_axes={{'^{paths[0]}$': 0}}), or a pattern for all."
         )
+
+
+def _codes(spec: GatherSpec) -> tuple[Any, Any]:
+    return spec.stored.gathered_as, spec.reduced.scattered_as
 
 
 def _what_is_moved(specs: Sequence[GatherSpec]) -> str:
