@@ -321,7 +321,7 @@ def _traffic(
 
 def _of_loss(transfer: LossTransfer, group: Group, micro_batches: int, nodes: Nodes) -> _Entry:
     kind = _kind_of(transfer)
-    axes, sizes = transfer.axes or group.batch_axes, dict(nodes.axes)
+    axes, sizes = transfer.axes or group.outer_axes, dict(nodes.axes)
     n = math.prod(sizes[axis] for axis in axes)
     sent = math.floor(sent_share(kind, n) * transfer.size)
     network = nodes.network_share_over(kind, axes, transfer.pairs) * transfer.size

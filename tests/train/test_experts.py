@@ -246,6 +246,25 @@ def test_the_budget_is_what_the_forward_pass_sends(model, micro_batches):
     assert audit.exceeded == ()
 
 
+def test_what_goes_over_the_other_axes_alone_is_budgeted_over_these():
+    def loss(p, x):
+        x = x / jnp.sqrt(1e-3 + jnp.square(x).mean(0))
+        return jnp.square(jnp.einsum("bd,edf->ebf", x, p["experts"]["up"])).mean()
+
+    p = {"experts": {"up": params()["experts"]["up"]}}
+    state, plan = sharded(DATA_EXPERT, "os", p)
+    step = gshard.make_train_step(loss, plan)
+    audit = gshard.audit(step, state, np.ones((16, D), np.float32))
+    sent = [
+        sum(x.wire_bytes for x in rows if (x.kind, x.purpose) == ("all-reduce", "loss"))
+        for rows in (
+            [x for x in audit.collectives if not (x.backward or x.scalar)],
+            step.budget.communicated,
+        )
+    ]
+    assert sent[0] == sent[1] == 4 * D * (2 * 3 / 4 + 2 * 1 / 2)  # over 4 devices, then over 2
+
+
 @pytest.mark.parametrize("level", quick(["os_g", "p_g_os"], ["p_g_os"]))
 @pytest.mark.parametrize("model", ["one-hot", "gshard.expert"])
 def test_no_expert_is_gathered_and_the_budget_is_what_is_sent(level, model):

@@ -31,7 +31,7 @@ class Transfer:
       times: how often, in loops.
       operation: the name of the operation that needs it.
       line: the user's file and line.
-      axes: the mesh axes that it is over; empty for those of the examples.
+      axes: the mesh axes that it is over; empty for those of the examples on which nothing is kept.
       pairs: of a permute, who sends to whom, by their indices on the axis.
       at_least: whether it is in a loop of unknown length, of which one iteration is counted.
     """
