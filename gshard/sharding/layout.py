@@ -156,6 +156,14 @@ class Layout:
         group = dataclasses.replace(self.group, model_axes=())
         return dataclasses.replace(self, shape=shape, group=group, model_axes=())
 
+    def over_kept_axis(self) -> Layout:
+        """Returns the layout of an array that is sharded over the axis it is kept on alone."""
+        if self.kept is None:
+            raise ValueError(f"{self.path} is not kept")
+        one = (self.kept.axis,), (self.kept.devices,)
+        group = dataclasses.replace(self.group, shard=one[0], sizes=one[1], across_nodes=0)
+        return dataclasses.replace(self, dim=self.kept.dim, group=group, kept=None)
+
     @property
     def on_host(self) -> bool:
         """Whether the array is stored in host memory."""

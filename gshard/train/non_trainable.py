@@ -120,4 +120,9 @@ def split_sharded(
 
 def all_gather_tree(tree: Any, layouts: Any) -> Any:
     """All-gathers one tree of non-trainable state, for a loss that changes it."""
-    return map_leaves(lambda x, layout: gather(x, layout, PURPOSE), tree, layouts)
+
+    def full(x: jax.Array, layout: Layout) -> jax.Array:
+        x = gather(x, layout, PURPOSE)
+        return x if layout.kept is None else gather(x, layout.over_kept_axis(), "agree")
+
+    return map_leaves(full, tree, layouts)

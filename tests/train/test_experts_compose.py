@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from optax.contrib import muon
 
 import gshard
@@ -144,6 +145,33 @@ def test_gathered_parameters_that_are_kept_for_the_backward_pass(options, sizes)
     state, plan = sharded(mesh, "p_g_os")
     found = jax.jit(gshard.value_and_grad(loss, plan, **options))(state.params, batch())
     assert worst(found[1], jax.grad(loss)(params(), batch())) < 2e-6
+
+
+@pytest.mark.filterwarnings("ignore:the result of the loss all-gathers a parameter that is kept")
+def test_a_micro_batch_begins_with_the_kept_state_that_the_one_before_it_changed():
+    class State(TrainState):
+        ema: Any
+
+    def loss(p, x, *, ema):
+        y = jnp.einsum("bd,edf->ebf", x, (p["experts"]["up"] + ema["experts"]["up"]) / 2)
+        seen = jax.lax.stop_gradient(p["experts"]["up"]) * x.mean()
+        ema = {"experts": {"up": 0.9 * ema["experts"]["up"] + 0.1 * seen}}
+        return jnp.square(y).mean(), {"ema": ema}
+
+    p = {"experts": {"up": params()["experts"]["up"]}}
+    x = np.random.default_rng(0).normal(size=(32, D)).astype(np.float32)
+    found = {}
+    for mesh, keep in (({}, None), (DATA_EXPERT, KEEP)):
+        state = State.create(apply_fn=None, params=p, tx=optax.sgd(0.1), ema=p)
+        state, plan = gshard.shard_train_state(
+            state, gshard.make_mesh(**mesh), "p_g_os", keep=keep, min_shard_size=0
+        )
+        step = gshard.make_train_step(
+            loss, plan, mutable="ema", micro_batches=2, loss_semantics="per_micro_batch"
+        )
+        new = plan.unwrap(step(state, x)[0])
+        found[keep is None] = {"params": new.params, "ema": new.ema}
+    assert worst(found[False], found[True]) < 2e-6
 
 
 def test_sequences_and_experts_on_one_mesh():
