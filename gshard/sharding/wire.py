@@ -96,9 +96,9 @@ def with_wire(
         if x.dim is None:
             return x
         found = _how(x, wire.dtype(x.path, wire.scatter), True)
-        reason = (
-            x.reason if isinstance(found, BlockCodes) else f"{x.reason}; sent as it is: {found}"
-        )
+        # The table has one reason for a parameter and its gradient.
+        told = _how(x, wire.dtype(x.path, wire.scatter or wire.gather), True)
+        reason = x.reason if isinstance(told, BlockCodes) else f"{x.reason}; sent as it is: {told}"
         return dataclasses.replace(x, scattered_as=_codes(found), reason=reason)
 
     params, grads = jax.tree.map(gathered, params), jax.tree.map(scattered, grads)

@@ -214,6 +214,14 @@ def test_the_plan_says_what_is_sent_and_why_not():
     assert "sent as int8" in text
 
 
+def test_of_gathers_alone_the_plan_says_why_not():
+    params = {"big": np.zeros((256, 256), np.float32), "small": np.zeros((48, 64), np.float32)}
+    precision = Precision("float32", gather_dtype="int8")
+    _, plan = sharded(mesh_of(4), precision=precision, params=params, scan_axes=None)
+    assert plan.params["big"].gathered_as and "sent as it is" not in plan.grads["big"].reason
+    assert plan.grads["small"].reason.endswith("sent as it is: fewer than 4,096 elements")
+
+
 def test_a_stack_and_its_layers_have_the_same_blocks():
     shape = jax.ShapeDtypeStruct((500, 64, 64), jnp.float32)
     _, plan = sharded(mesh_of(4), params={"w": shape}, scan_axes=None)
