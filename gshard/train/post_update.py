@@ -117,7 +117,7 @@ def _decoded(inner: Any, plan: Plan) -> tuple[Any, Any]:
 def _encoded(new: Any, decoded: Any, stored: Any, plan: Plan) -> Any:
     """Undoes `_decoded`; arrays that are still those of `decoded` are those of `stored`."""
     nodes, structure = jax.tree.flatten(stored, is_leaf=is_quantized)
-    encoded = structure.flatten_up_to(plan.encode(new))
+    encoded = structure.flatten_up_to(plan.encode(new, to_device(stored, plan.opt_state)))
     layouts = structure.flatten_up_to(plan.opt_state)
     columns = zip(*map(jax.tree.leaves, (new, decoded)), nodes, encoded, layouts, strict=True)
     return structure.unflatten(

@@ -255,6 +255,27 @@ def test_a_skipped_step_keeps_every_code(narrow):
     jax.tree.map(np.testing.assert_array_equal, after.opt_state.inner, state.opt_state.inner)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_skipped_step_keeps_every_code_that_post_update_would_change(offload):
+    def halve(state):
+        adam, *rest = state.opt_state
+        adam = adam._replace(mu=jax.tree.map(lambda x: x / 2, adam.mu))
+        return state.replace(opt_state=(adam, *rest))
+
+    def loss(p, x):
+        return jnp.square(jnp.tanh(x @ p["w"])).mean()
+
+    rng = np.random.default_rng(0)
+    w, x = (rng.normal(size=(n, 128)).astype(np.float32) for n in (128, 8))
+    pair = ({"w": w}, optax.adamw(1e-3, mu_dtype="bfloat16"))
+    state, plan = gshard.shard_train_state(pair, mesh(2), "os", precision=INT8, offload=offload)
+    step = gshard.make_train_step(loss, plan, post_update=halve, donate=False)
+    state, _ = step(state, x)
+    after, metrics = step(state, np.where(x == x[0, 0], np.inf, x))
+    assert metrics["skipped_steps"] == 1
+    jax.tree.map(np.testing.assert_array_equal, after.opt_state.inner, state.opt_state.inner)
+
+
 def test_a_block_is_kept_as_a_whole_or_not_at_all():
     x = np.random.default_rng(0).normal(size=(4, 512)).astype(jnp.bfloat16)
     before = QuantizedArray.encode(x, 1, 1, "bfloat16")
