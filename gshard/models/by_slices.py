@@ -76,6 +76,7 @@ def _cross_entropy(x_BxTxD, head_DxV, next_BxT, size: int) -> jax.Array:
 
 def _cross_entropy_forward(x_BxTxD, head_DxV, next_BxT, size: int):
     T = x_BxTxD.shape[1]
+    next_BxT = next_BxT.astype(jnp.int32)  # one_hot counts in the dtype of labels: uint8 wraps
 
     def of_slice(sum_B, walked):
         x_BxCxD, next_BxC, *real = walked

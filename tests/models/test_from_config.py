@@ -127,6 +127,22 @@ def test_a_sequence_without_a_fitting_divisor_is_padded():
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.parametrize(("model", "config"), [(gpt2, GPT2), (llama, LLAMA)])
+def test_tokens_in_a_byte_train_as_wider_ones_do(model, config):
+    """The vocabulary is larger than a byte can count to."""
+    model = model.from_config(config | {"vocab_size": 300}, dtype="float32")
+    rows = np.random.default_rng(0).integers(0, 256, (2, 9))
+    params = model.init(jax.random.key(0), rows)["params"]
+
+    def of(dtype):
+        x = jnp.asarray(rows, dtype)
+        loss = lambda p: model.apply({"params": p}, x[:, :-1], x[:, 1:])  # noqa: E731
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    for a, b in zip(jax.tree.leaves(of("uint8")), jax.tree.leaves(of("int32")), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
 def test_the_gradient_of_a_head_over_many_slices_is_that_of_one_product():
     """A sum of many slices in bfloat16 stops growing: 16,384 tokens were off by 2 %."""
     rng, tokens = np.random.default_rng(0), 16_384
