@@ -67,6 +67,8 @@ def attend(
 def _cross_entropy(x_BxTxD, head_DxV, next_BxT, size: int) -> jax.Array:
     """Cross-entropy of the next tokens, summed over each sequence, a slice of tokens at a time.
 
+    It is NaN, and so is its gradient, if a next token is not from 0 to V - 1.
+
     What the backward pass keeps of a slice is the logarithm of its normaliser. It also makes the
     backward pass wait for the forward pass: otherwise a compiler may compute the loss, which
     nothing but the log needs, at the very end, and keep the whole head until then.
@@ -75,13 +77,15 @@ def _cross_entropy(x_BxTxD, head_DxV, next_BxT, size: int) -> jax.Array:
 
 
 def _cross_entropy_forward(x_BxTxD, head_DxV, next_BxT, size: int):
-    T = x_BxTxD.shape[1]
+    T, V = x_BxTxD.shape[1], head_DxV.shape[1]
     next_BxT = next_BxT.astype(jnp.int32)  # one_hot counts in the dtype of labels: uint8 wraps
 
     def of_slice(sum_B, walked):
         x_BxCxD, next_BxC, *real = walked
         logits_BxCxV = jnp.matmul(x_BxCxD, head_DxV, preferred_element_type=jnp.float32)
         norm_BxC = nn.logsumexp(logits_BxCxV, axis=-1)
+        # The backward pass uses it too: both are NaN for a label that is not in the vocabulary.
+        norm_BxC = jnp.where((next_BxC >= 0) & (next_BxC < V), norm_BxC, jnp.nan)
         right_BxC = jnp.take_along_axis(logits_BxCxV, next_BxC[..., None], axis=-1)[..., 0]
         loss_BxC = norm_BxC - right_BxC
         for real_1xC in real:  # only if the last slice is padded

@@ -68,7 +68,8 @@ class Block(nn.Module):
 class GPT2(nn.Module):
     """The mean cross-entropy of every token given the ones before it, in nats; or its logits.
 
-    Without the next tokens it returns the logits, (B, T, V) in float32.
+    Without the next tokens it returns the logits, (B, T, V) in float32. All next tokens count; one
+    that is not from 0 to V - 1, such as -100, makes the loss and its gradient NaN.
 
     Attributes:
       layers, width, heads: of the model; the MLP is four times as wide.
@@ -103,7 +104,10 @@ class GPT2(nn.Module):
         logits_BxTxV = embed.attend(x_BxTxD).astype(jnp.float32)
         if next_BxT is None:
             return logits_BxTxV
-        return optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, next_BxT).mean()
+        next_BxT = next_BxT.astype(jnp.int32)
+        loss_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, next_BxT)
+        # A product, so that the gradient is NaN too.
+        return (loss_BxT * jnp.where((next_BxT >= 0) & (next_BxT < V), 1, jnp.nan)).mean()
 
 
 def from_config(config: Mapping[str, Any], *, dtype: str = "float32", remat: str = "none") -> GPT2:

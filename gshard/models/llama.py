@@ -174,7 +174,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """The mean cross-entropy of every token given the ones before it, in nats; or its logits.
 
-    Without the next tokens it returns the logits, (B, T, V) in float32.
+    Without the next tokens it returns the logits, (B, T, V) in float32. All next tokens count; one
+    that is not from 0 to V - 1, such as -100, makes the loss and its gradient NaN.
 
     Attributes:
       sizes: of the model.

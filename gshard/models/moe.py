@@ -124,6 +124,9 @@ class Block(nn.Module):
 class MoE(nn.Module):
     """The mean cross-entropy of every token given the ones before it, in nats, and the balance.
 
+    All next tokens count; one that is not from 0 to V - 1, such as -100, makes the loss and its
+    gradient NaN.
+
     Attributes:
       sizes: as of Llama; `mlp` is the width of one expert.
       routing: how tokens find experts.

@@ -143,6 +143,20 @@ def test_tokens_in_a_byte_train_as_wider_ones_do(model, config):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.parametrize("label", [-100, 61])
+@pytest.mark.parametrize(("model", "config"), [(gpt2, GPT2), (llama, LLAMA)])
+def test_a_label_outside_the_vocabulary_is_nan_in_both_passes(model, config, label):
+    model = model.from_config(config, dtype="float32")
+    rows = jnp.arange(18).reshape(2, 9)
+    params = model.init(jax.random.key(0), rows)["params"]
+    loss = lambda p, words: model.apply({"params": p}, rows, words)  # noqa: E731
+    found = jax.jit(jax.value_and_grad(loss))
+    for word, finite in ((60, True), (label, False)):
+        value, grads = found(params, rows.at[1, 3].set(word))
+        norm = sum(jnp.sum(x) for x in jax.tree.leaves(grads))
+        assert jnp.isfinite(value) == jnp.isfinite(norm) == finite
+
+
 def test_the_gradient_of_a_head_over_many_slices_is_that_of_one_product():
     """A sum of many slices in bfloat16 stops growing: 16,384 tokens were off by 2 %."""
     rng, tokens = np.random.default_rng(0), 16_384
