@@ -35,8 +35,9 @@ def lora(call, args, kwargs, context):
     y, dense = call(*args, **kwargs), context.module
     if isinstance(dense, nn.Dense) and dense.name in ADAPTED:
         (x,) = args
-        a = dense.param("lora_a", nn.initializers.lecun_normal(), (x.shape[-1], RANK))
-        b = dense.param("lora_b", nn.initializers.zeros, (RANK, dense.features))
+        at_random, zeros = nn.initializers.lecun_normal(), nn.initializers.zeros
+        a = dense.param("lora_a", at_random, (x.shape[-1], RANK), jnp.float32)
+        b = dense.param("lora_b", zeros, (RANK, dense.features), jnp.float32)
         y += SCALE * (x @ a.astype(x.dtype)) @ b.astype(x.dtype)
     return y
 

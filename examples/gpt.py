@@ -66,7 +66,8 @@ class Experts(nn.Module):
         F = 4 * D // self.chosen
 
         def kernel(name, init, *shape):
-            return self.param(name, nn.with_partitioning(init, ("expert", None, None)), shape)
+            init = nn.with_partitioning(init, ("expert", None, None))
+            return self.param(name, init, shape, jnp.float32)
 
         logits_BxTxX = nn.Dense(X, use_bias=False, name="router")(x_BxTxD)
         routing = gshard.expert.route(logits_BxTxX, self.chosen, capacity_factor=self.capacity)

@@ -36,6 +36,13 @@ def test_a_merged_model_computes_what_base_and_adapters_do():
     assert np.abs(plain(params) - expected).max() > 0.01
 
 
+def test_adapters_are_float32_with_x64_too():
+    model = llama.from_config(finetune_lora.SMALL)
+    with jax.enable_x64(True):
+        params = jax.eval_shape(lambda: finetune_lora.init(model, seed=0))
+    assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
+
+
 @pytest.mark.slow
 def test_two_processes_and_a_second_run(tmp_path):
     words = launch("--nproc_per_node", 2, "--virtual_devices", 2, finetune_lora.__file__, tmp_path)

@@ -206,7 +206,7 @@ class Llama(nn.Module):
         if self.sizes.tied:
             head_DxV = embed.embedding.astype(self.dtype).T
         else:
-            head_DxV = self.param("head", nn.initializers.lecun_normal(), (D, V))
+            head_DxV = self.param("head", nn.initializers.lecun_normal(), (D, V), jnp.float32)
             head_DxV = head_DxV.astype(self.dtype)
         if self.batch_sharding is not None:  # once, and not again for every slice
             head_DxV = hold(head_DxV, NamedSharding(self.batch_sharding.mesh, jax.P()))

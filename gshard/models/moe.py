@@ -95,7 +95,7 @@ class Experts(nn.Module):
 
         def dense(x_XxGxCxI, features: int, name: str):
             shape = X, x_XxGxCxI.shape[-1], features
-            kernel_XxIxO = self.param(name, EXPERT_INIT, shape).astype(self.dtype)
+            kernel_XxIxO = self.param(name, EXPERT_INIT, shape, jnp.float32).astype(self.dtype)
             return jnp.einsum("XGCI,XIO->XGCO", x_XxGxCxI, kernel_XxIxO)
 
         h_XxGxCxF = nn.silu(dense(x_XxGxCxD, F, "gate")) * dense(x_XxGxCxD, F, "up")
@@ -147,7 +147,8 @@ class MoE(nn.Module):
         layers = layers(self.sizes, self.routing, self.dtype, name=STACK)
         x_BxTxD, uneven_L = layers(x_BxTxD, None)
         x_BxTxD = nn.RMSNorm(self.sizes.epsilon, dtype=self.dtype, name="norm")(x_BxTxD)
-        head_DxV = self.param("head", nn.initializers.lecun_normal(), (D, V)).astype(self.dtype)
+        head_DxV = self.param("head", nn.initializers.lecun_normal(), (D, V), jnp.float32)
+        head_DxV = head_DxV.astype(self.dtype)
         loss = cross_entropy(x_BxTxD, head_DxV, next_BxT, slice_of(T)).mean() / T
         return loss + self.routing.balance * uneven_L.mean()
 

@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import gshard
+from examples import training
 from gshard.analysis.config import read_config
 from gshard.analysis.setup import load_setup
 from gshard.cli.main import main
@@ -164,6 +165,16 @@ def test_precision_says_what_parameters_are_stored_in(precision):
     state, _ = gshard.shard_train_state(setup.state, FOUR, "os", min_shard_size=64, **setup.shard)
     dtypes = {x.dtype.name for x in jax.tree.leaves(state.params)}
     assert dtypes == {precision or "float32"}
+
+
+WITH_DEMO = SETUPS | {"demo with experts": functools.partial(training.setup, experts=8)}
+
+
+@pytest.mark.parametrize("name", WITH_DEMO)
+def test_parameters_are_float32_with_x64_too(name):
+    with jax.enable_x64(True):
+        params = jax.eval_shape(WITH_DEMO[name]().state).params
+    assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
 
 
 def test_remat_changes_memory_and_no_number():
