@@ -270,16 +270,27 @@ def test_every_machine_of_skypilot_starts_a_launcher(monkeypatch):
 
 
 @pytest.mark.slow
+def test_ray_needs_two_workers():
+    pytest.importorskip("ray.train.v2.jax")
+    words = [sys.executable, RAY, "--workers", "1", ROOT / "examples" / "train.py"]
+    ran = subprocess.run(words, env=clean_environment(), capture_output=True, text=True)
+    assert ran.returncode == 2 and "Start 2 workers or more" in ran.stderr
+
+
+@pytest.mark.slow
 def test_ray_starts_the_workers_again_when_one_is_killed(tmp_path):
     """Its losses are those of a run that nobody killed."""
     pytest.importorskip("ray.train.v2.jax")
-    script, said = ROOT / "examples" / "train.py", {}
+    (tmp_path / "scripts").mkdir()
+    script, said = tmp_path / "scripts" / "script.py", {}
+    script.write_text("import beside\n\nbeside.main()\n")
+    script.with_name("beside.py").write_text((ROOT / "examples" / "train.py").read_text())
     for name, kills in (("undisturbed", False), ("killed", True)):
         output, log = tmp_path / name, tmp_path / f"{name}.log"
         words = [RAY, "--workers", "2", script, "--steps", "80", "--save_every", "10"]
         with log.open("w") as file:
             job = subprocess.Popen(
-                [sys.executable, *words, "--pause", "0.1", "--output", output],
+                [sys.executable, *words, "--pause", "0.1", "--output", name],
                 env=clean_environment() | {"XLA_FLAGS": f"{DEVICES} {fast_compilation()}"},
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -25,7 +25,7 @@ from ray.train.v2.jax import JaxConfig, JaxTrainer
 
 
 def run_script(config: dict[str, Any]) -> None:
-    """What each worker does: it tells gshard who it is, and runs the script."""
+    """What each worker does: it tells gshard who it is, and runs the script as `python` would."""
     context = ray.train.get_context()
     with socket.socket() as free:
         free.bind(("", 0))
@@ -36,23 +36,33 @@ def run_script(config: dict[str, Any]) -> None:
         "GSHARD_PROCESS_ID": str(context.get_world_rank()),
     }
     sys.argv = config["command"]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    os.chdir(config["folder"])  # Ray has changed to one of its own
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def main() -> None:
     """Starts the workers and waits for them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, required=True, help="processes of the job")
+    parser.add_argument("--workers", type=int, required=True, help="processes, at least 2")
     parser.add_argument("--gpus", type=int, default=0, help="of each worker")
     parser.add_argument("--max_failures", type=int, default=3, help="after which Ray gives up")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the script and its arguments")
     asked = parser.parse_args()
     if not asked.command:
         parser.error("name the script, such as examples/train.py")
+    if asked.workers < 2:
+        parser.error(
+            f"--workers {asked.workers}: Ray runs the script in a thread, in which a job of one "
+            "process cannot hear SIGTERM. Start 2 workers or more, or run the script without Ray."
+        )
     script, *arguments = asked.command
     trainer = JaxTrainer(
         run_script,
-        train_loop_config={"command": [str(Path(script).absolute()), *arguments]},
+        train_loop_config={
+            "command": [str(Path(script).absolute()), *arguments],
+            "folder": os.getcwd(),
+        },
         jax_config=JaxConfig(),
         scaling_config=ScalingConfig(
             num_workers=asked.workers,
