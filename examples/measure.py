@@ -18,7 +18,7 @@ class Run:
     """One training run and what was seen of it.
 
     Attributes:
-      name: the level, or `one device`.
+      name: the level and what else differs from other runs, or `one device`.
       losses: one per step.
       tokens_per_second: of the training loop, compilation left out.
       bytes: on one device, of `params`, `gradients` and `optimizer`; None where there is nothing

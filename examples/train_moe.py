@@ -25,6 +25,7 @@ from rich.table import Table
 
 import gshard
 from examples import gpt, text
+from examples.checkpoints import refuse_other_settings
 from examples.config import Config, ConfigError, parse
 from examples.measure import Run
 from examples.report import TABLE_WIDTH, Meter, size
@@ -62,6 +63,8 @@ def main(config: Config) -> None:
         f"of Python source, on {config.devices} virtual CPU devices; experts on {config.expert}"
     )
 
+    refuse_other_settings(config)
+
     # ---- the runs --------------------------------------------------------------------------------
 
     runs, last = [], config.levels[-1]
@@ -73,14 +76,13 @@ def main(config: Config) -> None:
             of_run = meter.run(level, config.steps)
             run, state = train_at(level, mesh, model, start, batch_of, config, of_run)
             runs.append(run)
-        of_run = meter.run("gathered", config.steps)
+        of_run = meter.run(f"{last}, gathered", config.steps)
         run, _ = train_at(last, without, model, start, batch_of, config, of_run)
-        runs.append(dataclasses.replace(run, name=f"{last}, gathered"))
-        of_run = meter.run("dense", config.steps)
-        run, dense_state = train_at(
+        runs.append(run)
+        of_run = meter.run(f"{last}, dense", config.steps)
+        of_dense, dense_state = train_at(
             last, without, dense_model, dense_start, batch_of, dense, of_run
         )
-        of_dense = dataclasses.replace(run, name=f"{last}, dense")
 
     # ---- what came out ---------------------------------------------------------------------------
 

@@ -85,7 +85,8 @@ def train_on_one_device(model, state, batch_of, config: Config, meter: RunMeter)
 def train_at(level: str, mesh, model, start, own_rows, config: Config, meter: RunMeter):
     """The same with gshard: two calls, and a loop that looks like the one above.
 
-    Experts stay on the devices of the mesh's axis `expert`, if it has one: the model says so.
+    Experts stay on the devices of the mesh's axis `expert`, if it has one: the model says so. The
+    run is named as its meter is, also on the disk.
     """
 
     def loss_fn(params, batch_BxT1):
@@ -95,7 +96,7 @@ def train_at(level: str, mesh, model, start, own_rows, config: Config, meter: Ru
         state, plan = gshard.shard_train_state(start, mesh, level, **shard_options(config))
         step = gshard.make_train_step(loss_fn, plan, micro_batches=config.micro_batches)
     with meter.phase("compiling"):
-        run = measured(level, step, state, own_rows(0))
+        run = measured(meter.name, step, state, own_rows(0))
 
     with Checkpoints(config, run, meter.say) as checkpoints:
         state = checkpoints.restore(state)
@@ -116,13 +117,13 @@ def train_at(level: str, mesh, model, start, own_rows, config: Config, meter: Ru
     return run, state
 
 
-def measured(level: str, step, state, batch) -> Run:
+def measured(name: str, step, state, batch) -> Run:
     """What the compiled step carries and communicates, and its budget. Nothing runs yet."""
     audit = gshard.audit(step, state, batch)
     budget = audit.budget
     sent = [row for row in audit.collectives if not row.scalar]
     return Run(
-        level,
+        name,
         bytes={"gradients": carried_by_micro_batch_loop(step.lower(state, batch).compile())},
         budget_bytes={part: budget.resident[part] for part in PARTS},
         moved={kind: audit.elements(kind) for kind in KINDS},

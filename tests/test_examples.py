@@ -235,10 +235,10 @@ def test_progress_shows_loss_and_speed(terminal, tmp_path):
 # ---- the whole program --------------------------------------------------------------------------
 
 
-def run_smallest(module, output, name="smallest"):
+def run_smallest(module, output, name="smallest", *words):
     """What a part of the demo printed, at its smallest size, in its own process."""
     ran = subprocess.run(
-        [sys.executable, "-m", module, f"configs/{name}.toml", "--output", str(output)],
+        [sys.executable, "-m", module, f"configs/{name}.toml", "--output", str(output), *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -335,7 +335,12 @@ def test_demo_kills_one_and_says_that_the_losses_are_identical(demo):
 
 @pytest.mark.slow
 def test_demo_of_experts_matches_one_device_and_sends_less(tmp_path):
-    printed = run_smallest("examples.train_moe", tmp_path, "moe-smallest")
+    saved = tmp_path / "saved"  # each run in a folder of its own
+    words = "--checkpoints", str(saved)
+    printed = run_smallest("examples.train_moe", tmp_path, "moe-smallest", *words)
+    names = ["os_g", "p_g_os", "p_g_os, dense", "p_g_os, gathered"]
+    assert sorted(x.name for x in saved.iterdir() if x.is_dir()) == names
+    assert "resumes" not in printed
     results = json.loads((tmp_path / "results.json").read_text())
     reference, dense = Run(**results["reference"]), Run(**results["dense"])
     runs = {run["name"]: Run(**run) for run in results["runs"]}
