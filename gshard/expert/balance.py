@@ -48,7 +48,7 @@ def dropped(routing: Routing) -> jax.Array:
 
 
 def load_balancing_loss(logits: Any, routing: Routing, *, by_group: bool = False) -> jax.Array:
-    """Computes how unevenly experts are used: 1 if all alike, E if all tokens go to one.
+    """Computes how unevenly experts are used: 1 if all alike, E / K if all tokens go to the same K.
 
     It is `E * sum_e f_e P_e`, of the fraction of choices that are expert e and the mean probability
     that the router gives it (Switch Transformers, Fedus et al., 2021, equation 4). Only the

@@ -1,10 +1,10 @@
 """A mixture of experts in Flax Linen: Llama with experts for its MLP, as Mixtral has them.
 
 Tokens go to their experts by one-hot products, which every compiler makes fast (Lepikhin et al.,
-2020, section 3.2). An expert takes a limited number of tokens of each group of neighbours, so no
-token depends on other sequences, nor on how many devices share them; a token that finds its expert
-full goes past it. Experts are sharded like all other parameters, and no token leaves its device,
-unless `keep=` keeps experts on an axis of the mesh (docs/expert.md).
+2020, section 3.2). Unlike Mixtral's, an expert takes a limited number of tokens of each group of
+neighbours; a token that finds its expert full goes past it. No token depends on other sequences,
+nor on how many devices share them. Experts are sharded like all other parameters, and no token
+leaves its device, unless `keep=` keeps experts on an axis of the mesh (docs/expert.md).
 
 Letters in names: B sequences, T tokens of each, G groups of S tokens, D width, X experts, C tokens
 that one takes of a group, F width of its MLP, V vocabulary.
@@ -33,21 +33,25 @@ EXPERT_INIT = nn.initializers.lecun_normal(batch_axis=(0,))
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """How tokens find experts; the defaults are those of Mixtral 8x7B (Jiang et al., 2024).
+    """How tokens find experts.
+
+    The defaults of `experts`, `chosen` and `balance` are those of Mixtral 8x7B (Jiang et al.,
+    2024), whose experts have no capacity.
 
     Attributes:
       experts: of a layer.
       chosen: how many a token goes to.
       capacity: tokens that an expert takes, in multiples of its fair share of a group.
       group: tokens that share that capacity; shorter sequences are one group.
-      balance: weight in the loss of how unevenly experts are used.
+      balance: weight in the loss of how unevenly experts are used, 1 where they are used alike.
+        Hugging Face's is `chosen` there: its `router_aux_loss_coef` of 0.02 is 0.04 here.
     """
 
     experts: int = 8
     chosen: int = 2
     capacity: float = 1.25
     group: int = 512
-    balance: float = 0.02
+    balance: float = 0.04
 
     def __post_init__(self) -> None:
         need(0 < self.chosen <= self.experts, f"{self}: chosen is from 1 to experts")
@@ -62,8 +66,9 @@ class Experts(nn.Module):
     """Each token through the gated MLPs that a router chooses for it.
 
     Returns the sum of their outputs, weighted by the router, and how unevenly it chose: 1 where all
-    experts are used alike, X where one is used alone (Fedus et al., 2021, section 2.2). Both are
-    means over sequences, so devices with sequences of their own give what one device gives.
+    experts are used alike, X / `chosen` where all tokens go to the same (Fedus et al., 2021,
+    section 2.2). It is a mean over groups, so devices with sequences of their own give what one
+    device gives.
     """
 
     mlp: int
@@ -174,7 +179,7 @@ def setup(
     learning_rate: float = 3e-4,
     seed: int = 0,
 ) -> gshard.TrainSetup:
-    """A mixture of experts of any size; the defaults are Mixtral 8x7B.
+    """A mixture of experts of any size; the defaults have the sizes of Mixtral 8x7B.
 
     Args:
       layers, width, heads, kv_heads, mlp, vocabulary, theta: see `llama.Sizes`.

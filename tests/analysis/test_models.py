@@ -245,6 +245,15 @@ def test_a_full_expert_is_passed_by_later_tokens_alone():
     assert uneven > 1.2  # all of them chose the same two
 
 
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_the_balance_of_tokens_that_all_go_to_the_same_experts(chosen):
+    experts = moe.Experts(F, moe.Routing(X, chosen), jnp.float32)
+    params = experts.init(jax.random.key(1), jnp.ones((2, T, D)))["params"]
+    params["router"]["kernel"] = jnp.zeros((D, X)).at[:, 3].set(9.0)
+    _, uneven = experts.apply({"params": params}, jnp.ones((2, T, D)))
+    assert uneven == pytest.approx(X / chosen)
+
+
 def test_no_token_depends_on_a_later_one():
     x_BxTxD = jax.random.normal(jax.random.key(0), (1, T, D))
     y_BxTxD, *_ = through_experts(x_BxTxD, capacity=0.5, group=T)
