@@ -134,9 +134,16 @@ def run_workers_once(
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
-        if not (folder / "done").exists():
-            run_workers(folder, module, *what, **sizes)
-            (folder / "done").touch()
+        done = folder / "done"
+        if not done.exists():
+            try:
+                run_workers(folder, module, *what, **sizes)
+            except Exception as error:  # not again for each test: it may take until time is up
+                done.write_text(f"{type(error).__name__}: {error}")
+                raise
+            done.touch()
+    if failure := done.read_text():
+        raise AssertionError(f"the processes, which several tests share, have failed: {failure}")
     return _saved(folder, sizes.get("processes", 2))
 
 
