@@ -14,36 +14,49 @@ from collections import Counter
 from datetime import date
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "development" / "test-record.md"
 OUTCOMES = ("passed", "failed", "error", "skipped")
-COLUMNS = ("file", *OUTCOMES, "seconds of tests", "date", "commit", "Python", "JAX")
+COLUMNS = ("file", *OUTCOMES, "seconds", "date", "commit", "Python", "JAX")
 HEAD = f"""# Record of full test runs
 
 Written by `make test-all`, on {os.cpu_count()} cores; running one file
 (`make test-all ARGS=tests/train/test_numbers.py`) replaces its row. Seconds are summed over the
-tests of a file; several tests run in parallel.
+tests of a file and their fixtures; several tests run in parallel. Two commits are those at the
+beginning and at the end of a run.
 
 | {" | ".join(COLUMNS)} |
 {"|---" * len(COLUMNS)}|
 """
+NARROWING = ("keyword", "markexpr", "lf", "stepwise", "deselect")
+BEGUN = pytest.StashKey[str]()  # the commit
+
+
+def pytest_configure(config):
+    """Reads the commit before the first test; hours may pass until the last."""
+    config.stash[BEGUN] = commit()
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    """Replaces the rows of the files that ran; a narrowed run (-k, -m, one test) writes nothing."""
-    narrowed = config.option.keyword or config.option.markexpr or exitstatus not in (0, 1)
-    if narrowed or any("::" in argument for argument in config.args):
+    """Replaces the rows of the files that ran; a narrowed run (-k, --lf) writes nothing."""
+    given = vars(config.option)
+    narrowed = any(given.get(name) for name in NARROWING) or exitstatus not in (0, 1)
+    stopped = exitstatus and given["maxfail"]
+    if narrowed or stopped or any("::" in argument for argument in config.args):
         terminalreporter.write_line(f"{RECORD.name} not written: this was not a full run")
         return
     counts: dict[str, Counter[str]] = {}
-    for outcome in OUTCOMES:
+    for outcome in ("", *OUTCOMES):  # "": fixtures, before a test and after it
         for report in terminalreporter.stats.get(outcome, []):
             count = counts.setdefault(report.nodeid.split("::")[0], Counter())
             count[outcome] += 1
             count["seconds"] += getattr(report, "duration", 0.0)  # none of a skipped module
+    begun, ended = config.stash[BEGUN], commit()
     where = (
         date.today().isoformat(),
-        commit(),
+        ended if ended == begun else f"{begun} to {ended}",
         platform.python_version(),
         importlib.metadata.version("jax"),
     )
@@ -71,6 +84,9 @@ def commit() -> str:
 
 
 def git(*arguments: str) -> str:
-    """What git prints; empty where there is no repository."""
+    """What git prints; empty where there is no repository, or no git."""
     run = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(run, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        return subprocess.run(run, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
