@@ -68,7 +68,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if is_slow_case(item.nodeid):
             item.add_marker("slow")
-    if not any("::" in argument for argument in config.args):
+    # With --lf, pytest collects those tests of a file that failed.
+    if not config.getoption("lf", False) and not any("::" in argument for argument in config.args):
         if unknown := stale(slow_cases(), [item.nodeid for item in items]):
             raise pytest.UsageError(f"tests/slow_cases.txt lists no test: {', '.join(unknown)}")
     if shard := config.getoption("--shard"):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from tests import tiers
+from tests import conftest, tiers
 from tests.tiers import is_in_shard, parse_shard, stale, workers
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,19 @@ def test_listed_cases_are_slow_and_unknown_ones_are_found():
     ids = ["tests/a.py::test_x[1]", "tests/a.py::test_x[2]", "tests/b.py::test_y"]
     listed = ["tests/a.py::test_x[1]", "tests/a.py::test_z", "tests/b.py::test_y", "tests/c.py::t"]
     assert stale(listed, ids) == ["tests/a.py::test_z"]
+
+
+@pytest.mark.parametrize("last_failed", [False, True])
+def test_some_tests_of_a_file_are_no_reason_to_call_the_list_stale(monkeypatch, last_failed):
+    listed = {"tests/a.py::test_z"}
+    monkeypatch.setattr(conftest, "slow_cases", lambda: listed)
+    config = SimpleNamespace(args=["tests"], getoption={"lf": last_failed, "--shard": None}.get)
+    items = [SimpleNamespace(nodeid="tests/a.py::test_x")]
+    if last_failed:
+        conftest.pytest_collection_modifyitems(config, items)
+    else:
+        with pytest.raises(pytest.UsageError, match="lists no test: tests/a.py::test_z"):
+            conftest.pytest_collection_modifyitems(config, items)
 
 
 def test_whole_tests_and_single_cases_are_listed(monkeypatch):
