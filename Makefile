@@ -22,6 +22,7 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 FASTEST := tests/test_imports.py tests/test_language.py tests/test_mutations.py tests/test_project.py \
     tests/_util/test_jaxpr.py tests/sharding/test_rules.py tests/analysis/hlo tests/analysis/html
 
+.NOTPARALLEL:  # with -j, targets installed into $(VENV) at the same time
 .PHONY: help demo demo-moe check test test-all docs gpu-check wire-check lint format clean
 .DEFAULT_GOAL := help
 

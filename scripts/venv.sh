@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Make a virtual environment and install gshard into it, once.
+# Create a virtual environment and install gshard into it, once.
 #
 #   scripts/venv.sh DIR EXTRAS
 #
-# DIR is made when it is missing. gshard is installed from this checkout with the given extras
+# DIR is created when it is missing. gshard is installed from this checkout with the given extras
 # (comma-separated, as in `pip install -e '.[test,plot]'`). A stamp in DIR remembers what was
 # installed: the next call does nothing until pyproject.toml or the version changes.
 #
-#   PYTHON=...   the Python to use (default: the first of python3.11, 3.12, 3.13, python3 that works)
+#   PYTHON=...   the Python to create it with (default: the first of python3.11, 3.12, 3.13, python3
+#                that works)
 #   UPGRADE=1    bring every package to its newest version
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -29,8 +30,9 @@ check_python() {
 version_of() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null; }
 
 find_python() {
-    local candidate rc without_venv=
-    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+    local candidate rc without_venv= candidates=(python3.11 python3.12 python3.13 python3)
+    if [ -n "${PYTHON:-}" ]; then candidates=("$PYTHON"); fi
+    for candidate in "${candidates[@]}"; do
         rc=0
         check_python "$candidate" || rc=$?
         if [ "$rc" = 0 ]; then
@@ -60,23 +62,64 @@ fingerprint() {
     "$dir/bin/python" -c 'import os, sys; print(sys.version, os.path.realpath(sys.prefix))'
 }
 
-# A venv whose Python was removed or moved cannot be mended; one without pyvenv.cfg is not a venv.
-if [ -e "$dir" ] && ! "$dir/bin/python" -m pip --version >/dev/null 2>&1; then
-    [ -e "$dir/pyvenv.cfg" ] || die "gshard: $dir exists and is not a virtual environment; move it away."
-    say "$dir does not work any more; making it anew"
-    rm -rf "$dir"
+has_pip() { "$dir/bin/python" -m pip --version >/dev/null 2>&1; }
+
+runs() { "$dir/bin/python" -c 'import sys' >/dev/null 2>&1; }
+
+# Whether it runs where it was made: the scripts in bin/ name that path, as the stamps do.
+works() {
+    runs || return 1
+    local prefix
+    prefix=$("$dir/bin/python" -c 'import os, sys; print(os.path.realpath(sys.prefix))')
+    [ -z "$(grep -LF -- " $prefix" "$dir"/.gshard-installed-* 2>/dev/null)" ]
+}
+
+ready() { [ -z "${UPGRADE:-}" ] && [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; }
+
+build_of() { "$1" -c 'import sys; print(sys.version)' 2>/dev/null; }
+
+if [ -n "${PYTHON:-}" ] && works && [ "$(build_of "$PYTHON")" != "$(build_of "$dir/bin/python")" ]; then
+    say "PYTHON=$PYTHON is not used: $dir has Python $(version_of "$dir/bin/python"). To create it again: rm -rf $dir"
 fi
 
-if [ ! -e "$dir" ]; then
-    find_python
+if ready; then exit 0; fi
+
+# One call at a time, as of `make` in two terminals. The system frees the lock of a process that ends.
+if works; then python=$dir/bin/python; else find_python; fi
+mkdir -p "$(dirname "$dir")"
+exec 9>"$dir-lock"
+"$python" -c 'import fcntl, sys
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print("== waiting for another make, which installs into", sys.argv[1], flush=True)
+    fcntl.flock(9, fcntl.LOCK_EX)' "$dir" || say "$dir-lock cannot be locked: run one make at a time"
+if ready; then exit 0; fi
+
+if ! works; then
+    if [ -e "$dir" ] && [ ! -e "$dir/pyvenv.cfg" ]; then
+        die "gshard: $dir exists and is not a virtual environment; move it away."
+    fi
+    find_python  # before anything is deleted
+    if runs; then
+        say "$dir was created at another path; creating it again"
+    elif [ -e "$dir" ]; then
+        say "$dir does not work any more; creating it again"
+    fi
+    rm -rf "$dir"
     size=" (some 700 MB, about a minute)"
-    say "making $dir with Python $(version_of "$python") ($(command -v "$python"))"
+    say "creating $dir with Python $(version_of "$python") ($(command -v "$python"))"
     "$python" -m venv "$dir" || { rm -rf "$dir"; die "gshard: $python -m venv $dir failed, see above."; }
 fi
 
-if [ -z "${UPGRADE:-}" ] && [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; then
-    exit 0
+# An environment of `uv venv` has none.
+if ! has_pip && ! { "$dir/bin/python" -m ensurepip && has_pip; }; then
+    die "gshard: $dir has no pip that works, and Python cannot install one." \
+        "  Install it with uv:       uv pip install --python $dir pip" \
+        "  Or create $dir again:     rm -rf $dir" \
+        "  Then run the same command again."
 fi
+
 say "installing gshard and its extras [$extras] into $dir${size:-}"
 "$dir/bin/python" -m pip install --disable-pip-version-check --no-compile \
     ${UPGRADE:+--upgrade --upgrade-strategy eager} --editable ".[$extras]" </dev/null

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -266,6 +267,84 @@ def test_set_up_leaves_a_folder_that_is_no_venv_alone(tmp_path):
     assert result.returncode != 0
     assert "is not a virtual environment" in result.stderr
     assert (tmp_path / "venv" / "mine").exists()
+
+
+CREATES = """#!/bin/sh
+# A Python that creates an environment with a copy of itself, in two steps, and installs nothing.
+echo "$*" >> "$LOG"
+case "$*" in
+  *fcntl*) exec "$REAL" "$@" ;;
+  *"-m venv"*)
+    mkdir -p "$3/bin"; touch "$3/pyvenv.cfg"; sleep 0.3; cp "$0" "$3/bin/python" || exit 1 ;;
+  *"pip install"*) sleep 0.3 ;;
+  *"-m ensurepip"*|*"pip --version"*) exit $NO_PIP ;;
+  *sys.version*sys.prefix*) echo "3.11.7 $(cd "$(dirname "$0")/.." && pwd)" ;;
+  *sys.prefix*) cd "$(dirname "$0")/.." && pwd ;;
+  *sys.version*|*%d.%d*) echo 3.11.7 ;;
+esac
+"""
+
+
+@pytest.fixture
+def set_up(tmp_path):
+    """Starts scripts/venv.sh in a checkout `tmp_path / name`; gives what it does and says."""
+    fake = tmp_path / "python 3"
+    fake.write_text(CREATES)
+    fake.chmod(0o755)
+    log = tmp_path / "log"
+
+    def start(name, extras="test", python=fake, no_pip=0):
+        checkout = tmp_path / name
+        for file in ("scripts/venv.sh", "pyproject.toml", "gshard/_util/version.py"):
+            (checkout / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, checkout / file)
+        own = {"LOG": log, "REAL": sys.executable, "PYTHON": python, "NO_PIP": no_pip}
+        return subprocess.Popen(
+            ["bash", "scripts/venv.sh", ".venv", extras],
+            cwd=checkout,
+            env={"PATH": "/usr/bin:/bin", **{k: str(v) for k, v in own.items()}},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+def test_set_up_by_two_at_once_creates_one_environment(set_up, tmp_path):
+    started = [set_up("here", extras) for extras in ("test", "docs")]
+    said = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert (tmp_path / "log").read_text().count("-m venv") == 1
+    assert "".join(said).count("waiting for another make") == 1
+    assert "again" not in "".join(said)
+
+
+def test_set_up_creates_a_moved_environment_again(set_up, tmp_path):
+    set_up("before").communicate()
+    (tmp_path / "before").rename(tmp_path / "after")
+    said, _ = set_up("after").communicate()
+    assert ".venv was created at another path; creating it again" in said
+    assert set_up("after").communicate()[0] == ""
+
+
+def test_set_up_leaves_an_environment_without_pip_alone(set_up, tmp_path):
+    set_up("here").communicate()
+    (tmp_path / "here" / ".venv" / "mine").touch()
+    process = set_up("here", "docs", no_pip=1)
+    said, _ = process.communicate()
+    assert process.returncode == 1
+    assert "gshard: .venv has no pip that works" in said
+    assert (tmp_path / "here" / ".venv" / "mine").exists()
+
+
+def test_set_up_says_that_another_python_is_not_used(set_up):
+    set_up("here").communicate()
+    process = set_up("here", python=sys.executable)
+    said, _ = process.communicate()
+    assert process.returncode == 0
+    assert f"PYTHON={sys.executable} is not used: .venv has Python 3.11.7. To create it" in said
 
 
 def test_toml_checker_names_the_broken_file(tmp_path):
