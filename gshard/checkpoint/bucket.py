@@ -236,8 +236,9 @@ def _file_system(scheme: str) -> Any:
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         if extra == "gcs":
-            from aiohttp import ClientTimeout  # without it gcsfs waits forever; s3fs does not
+            from aiohttp import ClientTimeout  # pyright: ignore[reportMissingImports]
 
+            # Without it gcsfs waits forever; s3fs does not.
             given["requests_timeout"] = ClientTimeout(
                 total=_LONGEST, sock_connect=_SILENCE, sock_read=_SILENCE
             )
@@ -256,7 +257,7 @@ def _file_system(scheme: str) -> Any:
 
 def _limits_of_uploads() -> dict[str, Any]:
     """Settings of s3fs, which limits how long it waits for an answer once all has been sent."""
-    from aiobotocore.httpsession import AIOHTTPSession
+    from aiobotocore.httpsession import AIOHTTPSession  # pyright: ignore[reportMissingImports]
 
     class Session(AIOHTTPSession):
         """Sends uploads at once: the server's answer to `Expect` is waited for without limit."""
