@@ -68,7 +68,7 @@ def of_constant(x: Any) -> Positions | None:
     if x.dtype == jnp.bool_:  # JAX has compared such an array with 0
         return None if x.any() else Positions(never=True)
     for dim, n in enumerate(x.shape):
-        along = np.expand_dims(np.arange(n), [d for d in range(np.ndim(x)) if d != dim])
+        along = np.expand_dims(np.arange(n), tuple(d for d in range(np.ndim(x)) if d != dim))
         if n > 1 and np.array_equal(x, np.broadcast_to(along, np.shape(x))):
             return Positions(dim)
     return None
