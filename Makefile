@@ -64,7 +64,7 @@ lint: setup-dev  ## ruff (lint, format) and pyright
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
-	git ls-files -z --cached --others --exclude-standard '*.toml' | xargs -0 $(VENV)/bin/python scripts/check_toml.py
+	$(VENV)/bin/python scripts/check_toml.py
 
 format: setup-dev  ## let ruff fix what it can
 	$(VENV)/bin/ruff check --fix .

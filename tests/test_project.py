@@ -349,9 +349,20 @@ def test_set_up_says_that_another_python_is_not_used(set_up):
 
 def test_toml_checker_names_the_broken_file(tmp_path):
     (tmp_path / "bad.toml").write_text("a = \n")
-    result = run(
-        sys.executable, "scripts/check_toml.py", "pyproject.toml", str(tmp_path / "bad.toml")
-    )
+    (tmp_path / "latin.toml").write_bytes(b'a = "\xe9"\n')
+    bad = [str(tmp_path / name) for name in ("bad.toml", "latin.toml")]
+    result = run(sys.executable, "scripts/check_toml.py", "pyproject.toml", *bad)
     assert result.returncode == 1
-    assert "bad.toml" in result.stdout
-    assert "pyproject" not in result.stdout
+    assert [line.partition(":")[0] for line in result.stdout.splitlines()] == bad
+
+
+def test_toml_checker_finds_the_files_itself(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(ROOT / "scripts" / "check_toml.py", tmp_path / "scripts")
+    nothing = run(sys.executable, script)
+    assert (nothing.returncode, nothing.stdout) == (1, f"there is no TOML file in {tmp_path}\n")
+    for folder in ("configs", ".venv"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "bad.toml").write_text("a = \n")
+    assert run(sys.executable, script).stdout.count("bad.toml") == 1
+    assert run(sys.executable, "scripts/check_toml.py").returncode == 0
