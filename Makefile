@@ -44,10 +44,10 @@ demo-moe: setup-test  ## train a small mixture of experts, kept on 8 virtual dev
 check: lint  ## the linters and the fastest tests, before a commit (1 minute)
 	$(VENV)/bin/python -m pytest -q -m "not slow" $(FASTEST)
 
-test: setup-test  ## the quick tier of the tests (5 minutes on 2 cores)
+test: setup-test  ## the quick tier of the tests (5-7 minutes on 2 cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: setup-test setup-docs setup-writers setup-stores setup-others  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md
+test-all: setup-dev setup-docs setup-writers setup-stores setup-others  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md
 	$(PYTEST) -p tests.record $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 docs: setup-docs  ## the site, in build/site: warnings and broken links are errors (1 minute)
@@ -57,7 +57,7 @@ docs: setup-docs  ## the site, in build/site: warnings and broken links are erro
 gpu-check: setup-test  ## what works on this machine's GPUs, and how fast: gpu-check/report.md (25 minutes)
 	$(VENV)/bin/python -m benchmarks.gpu $(ARGS)
 
-wire-check: setup-compilers  ## bytes, overlap and peaks of programs for GPU and TPU, against those recorded (10 minutes)
+wire-check: setup-compilers  ## bytes, overlap and peaks of programs for GPU and TPU, against those recorded (10-20 minutes)
 	$(VENV)-compilers/bin/python -m benchmarks.wire_rows $(ARGS)
 
 lint: setup-dev  ## ruff (lint, format) and pyright
