@@ -3,6 +3,7 @@
 The mutations are in tests/mutations.toml: a file, a text that occurs once in it, the text that
 replaces it, and the tests of which at least one must fail then. A test is named by its node id or
 by the beginning of one: `tests/test_x.py`, `tests/test_x.py::test_y`, `tests/test_x.py::test_y[2-`.
+All of them run once without a mutation first, since one that fails anyway proves nothing.
 The tests run in a copy of the working tree; the tree itself is never changed.
 """
 
@@ -64,16 +65,21 @@ def load(root: Path) -> list[Mutation]:
     ]
 
 
-def git(root: Path, *words: str) -> str:
-    return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout
+def git(root: Path, *words: str, check: bool = True) -> str:
+    done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True)
+    if check and done.returncode:
+        sys.exit(f"git {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def changed_files(root: Path, revision: str) -> set[str]:
     """Files that differ from `revision`; by default, from where this branch left origin/main."""
     if not revision:
-        base, head = git(root, "merge-base", "origin/main", "HEAD"), git(root, "rev-parse", "HEAD")
-        revision = base.strip() if base not in ("", head) else "HEAD~1"
-    return set(git(root, "diff", "--name-only", revision).splitlines())
+        base = git(root, "merge-base", "origin/main", "HEAD", check=False)
+        revision = base.strip() if base not in ("", git(root, "rev-parse", "HEAD")) else "HEAD~1"
+    differ = git(root, "diff", "--name-only", revision, "--")
+    new = git(root, "ls-files", "--others", "--exclude-standard")
+    return {*differ.splitlines(), *new.splitlines()}
 
 
 def copy_tree(root: Path, to: Path) -> None:
@@ -143,6 +149,22 @@ def outcome(mutation: Mutation, copy: Path, slow: bool, timeout: float) -> tuple
     return ("SURVIVED" if code == 0 else f"ERROR: pytest ended with code {code}"), said
 
 
+def failing(tests: set[str], copy: Path, slow: bool, timeout: float) -> set[str]:
+    """Return which of these tests fail without a mutation: they would seem to notice each."""
+    only = [] if slow else ["-m", "not slow"]
+    asked = sorted({test.partition("[")[0] for test in tests})
+    code, said = pytest(copy, timeout, *only, *asked)
+    if code not in (0, 1, 5):
+        sys.exit(f"without a mutation, pytest ended with code {code}\n{said}")
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+    return {
+        test
+        for test in tests
+        for name in failed
+        if name == test or name.startswith(test if "[" in test else (f"{test}[", f"{test}::"))
+    }
+
+
 def run(
     mutations: list[Mutation], root: Path, jobs: int, slow: bool, timeout: float
 ) -> Counter[str]:
@@ -151,7 +173,10 @@ def run(
 
     def one(mutation: Mutation) -> None:
         copy, began = copies.get(), time.monotonic()
-        verdict, said = outcome(mutation, copy, slow, timeout)
+        if failed.intersection(mutation.tests):
+            verdict, said = "FAILS WITHOUT IT", ""
+        else:
+            verdict, said = outcome(mutation, copy, slow, timeout)
         copies.put(copy)
         found[verdict.partition(":")[0]] += 1
         took = time.monotonic() - began
@@ -166,6 +191,10 @@ def run(
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         pool = ThreadPoolExecutor(jobs)
         try:
+            first = Path(scratch, "0")
+            tests = {x for m in mutations if not m.fault(first) for x in m.tests}
+            limit = timeout * len(mutations)
+            failed = pool.submit(failing, tests, first, slow, limit).result() if tests else set()
             list(pool.map(one, mutations))
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -78,3 +78,18 @@ def test_a_stale_mutation_and_a_missing_test_are_named(project):
     code, said = mutate("--root", project, "--check")
     assert code == 1 and "test not found: test_adds.py::test_adds[1" in said
     assert "2 mutations, 1 of them not valid" in said
+
+
+def test_a_test_that_fails_anyway_is_named(project):
+    (project / "test_adds.py").write_text(TESTS.replace("a + 2", "a + 3"))
+    code, said = mutate("--root", project)
+    assert (code, said.splitlines()[-1]) == (1, "2 FAILS WITHOUT IT")
+
+
+def test_changed_files_are_those_of_git(project):
+    code, said = mutate("--root", project, "--changed", "no-such-revision", "--list")
+    assert code == 1 and said.startswith("git diff --name-only no-such-revision")
+    own = ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "a"]
+    subprocess.run(["git", *own], cwd=project, check=True)
+    listed = mutate("--root", project, "--changed", "HEAD", "--list")[1]
+    assert listed.count("adds.py") == 2, "a new file is a changed one"
