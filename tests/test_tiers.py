@@ -65,9 +65,24 @@ def test_whole_tests_and_single_cases_are_listed(monkeypatch):
     assert tiers.is_slow_case("a.py::test_y[3]") and tiers.is_slow_case("a.py::test_y")
 
 
-@pytest.mark.parametrize(("available", "most"), [(16e9, 10), (4e9, 2), (1e9, 1)])
-def test_workers_fit_the_memory(monkeypatch, available, most):
+@pytest.mark.parametrize(
+    ("available", "limit", "quota", "most"),
+    [
+        (16e9, None, "max 100000", 10),
+        (4e9, None, "", 2),
+        (1e9, None, "", 1),
+        (16e9, 4e9, "", 2),
+        (4e9, 16e9, "", 2),
+        (16e9, None, "150000 100000", 3),
+    ],
+)
+def test_workers_fit_the_memory_and_the_container(
+    monkeypatch, tmp_path, available, limit, quota, most
+):
     free = psutil.virtual_memory()._replace(available=available)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64), raising=False)
+    monkeypatch.setattr("gshard._util.cgroup.memory_limit", lambda: limit)
+    monkeypatch.setattr(tiers, "CPU_QUOTA", tmp_path / "cpu.max")
+    (tmp_path / "cpu.max").write_text(quota)
     assert workers() == most

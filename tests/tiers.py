@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -18,8 +19,11 @@ from typing import Any
 import psutil
 import pytest
 
+from gshard._util import cgroup
+
 SLOW_CASES = Path(__file__).with_name("slow_cases.txt")
 WORKER_BYTES = 1.5e9  # a worker stays below
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of a period, in version 2
 
 
 def quick(cases: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
@@ -50,10 +54,18 @@ def is_slow_case(node_id: str) -> bool:
 
 
 def workers() -> int:
-    """One for each core and one that runs while others wait for processes, if memory allows."""
+    """One for each core and one that runs while others wait for processes, if memory allows.
+
+    Of a container, what it may use of both.
+    """
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, min(cores + 1, int(psutil.virtual_memory().available / WORKER_BYTES)))
+    quota, _, period = cgroup.contents(CPU_QUOTA).partition(" ")
+    if quota.isdigit():  # else "max"
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    memory = psutil.virtual_memory().available
+    memory = min(memory, cgroup.memory_limit() or memory)
+    return max(1, min(cores + 1, int(memory / WORKER_BYTES)))
 
 
 def parse_shard(text: str) -> tuple[int, int]:
