@@ -99,7 +99,7 @@ def compare_loaders(
 
     `sample` is a checksum of the first and the last example, or 0 if they change from read to read.
     """
-    change = "a for over a DataLoader begins on this process"
+    change = "a for loop over a DataLoader begins on this process"
     description = "\n".join(example)
     facts = {"example": zlib.crc32(description.encode()), "sample": sample}
     own = json.dumps({**state, **facts})

@@ -81,7 +81,7 @@ class DataLoader:
         `np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(epoch,)))
         .permutation(len(source))`, 8 bytes for each example.
       shuffle: False keeps the order of the source.
-      num_epochs: epochs until a `for` ends; None for no end. One that resumes ends where the
+      num_epochs: epochs until a `for` loop ends; None for no end. One that resumes ends where the
         interrupted one would have.
       drop_remainder: leave out the examples that do not fill a batch at the end of an epoch. With
         False the last batch is smaller, and must be a multiple of the devices too. The default,
@@ -300,9 +300,9 @@ class DataLoader:
         epoch, count = self._epoch, self._num_epochs or 1
         if count > 1 and epoch and not epoch % count and not self._position:
             warn(
-                f"the state was saved after {epoch} epochs, where a `for` with num_epochs={count} "
-                f"ends, so this `for` begins {count} more. If the training was complete, begin it "
-                f"only `if loader.epoch < {epoch}`."
+                f"the state was saved after {epoch} epochs, where a `for` loop with "
+                f"num_epochs={count} ends, so this one begins {count} more. If the training was "
+                f"complete, begin it only `if loader.epoch < {epoch}`."
             )
 
     @short_traceback

@@ -260,8 +260,8 @@ def test_the_same_batches_raise_nothing(found, case):
 def test_of_32_processes_the_one_that_makes_another_call_is_named():
     texts = {rank: "batch\n" if rank != 24 else "loader\n" for rank in range(32)}
     said = (
-        "gives a batch on processes 0, 1, 2, 3, 4 and 26 more, begins a for over a DataLoader on "
-        "process 24. All of them"
+        "gives a batch on processes 0, 1, 2, 3, 4 and 26 more, begins a for loop over a DataLoader "
+        "on process 24. All of them"
     )
     with pytest.raises(GShardError, match=said):
         check_same_call(texts, "batch")
