@@ -15,7 +15,7 @@ SEEN = {
     "refused": "an error of gshard that says what is wrong, where, and how to fix it",
     "warned": "a warning of gshard",
     "right": "it works, and the result is that of one device",
-    "raw": "an error of JAX, Flax or Python about something that gshard does not know better",
+    "raw": "an error of JAX, Flax or Python, to which gshard has nothing to add",
 }
 
 
@@ -27,14 +27,14 @@ def text() -> str:
         [
             "# Misuses",
             "",
-            "What a user sees who uses gshard wrongly, or in an unusual way. `tests/misuses` does",
-            "all of these. More misuses by several processes are in",
+            "What happens when gshard is used wrongly or in an unusual way. Each row is a case of",
+            "`tests/misuses`. More cases with several processes are in",
             "`tests/distributed/test_agree.py`, those that hang in",
             "`tests/distributed/test_watchdog.py`.",
             "",
-            "This page is made of the tests by `python -m tests.misuses.page`.",
+            "This page is generated from the tests by `python -m tests.misuses.page`.",
             "",
-            "| seen | rows | meaning |",
+            "| result | cases | meaning |",
             "|---|---:|---|",
             *(f"| {name} | {counts[name]} | {meaning} |" for name, meaning in SEEN.items()),
             *(line for topic, rows in topics.items() for line in _table(topic, rows)),
@@ -45,7 +45,8 @@ def text() -> str:
 
 def _table(topic: str, rows: Mapping[str, Row]) -> list[str]:
     lines = [f"| {_cell(n)} | {x.seen} | {_cell(_words(x))} |" for n, x in rows.items()]
-    return ["", f"## {topic}", "", "| misuse | seen | words |", "|---|---|---|", *lines]
+    head = "| misuse | result | message contains |"
+    return ["", f"## {topic}", "", head, "|---|---|---|", *lines]
 
 
 def _words(row: Row) -> str:
