@@ -141,9 +141,7 @@ def write_picture(path: Path, reference: Run | None, runs: list[Run], console: C
     try:
         import matplotlib
     except ImportError:
-        console.print(
-            "no picture: matplotlib is missing (pip install 'gshard[plot]')", markup=False
-        )
+        console.print("no picture: matplotlib is missing (pip install matplotlib)")
         return
     matplotlib.use("agg")  # a file, never a window
     from matplotlib import pyplot as plt

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard._util.errors import GShardError
+from gshard._util.version import install_command
 from gshard.checkpoint.step_files import StoreError, run_parallel
 
 SCHEMES = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # of addresses; the extra that has the package
@@ -251,7 +252,7 @@ def _file_system(scheme: str) -> Any:
         return fsspec.filesystem(scheme, **given)
     except ImportError as error:
         raise GShardError(
-            f"{scheme}:// needs a package that is not installed: pip install 'gshard[{extra}]'."
+            f"{scheme}:// needs a package that is not installed: {install_command(extra)}"
         ) from error
 
 

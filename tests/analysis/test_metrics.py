@@ -558,10 +558,8 @@ def test_wandb_offline(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])
 def test_a_writer_without_its_package_is_one_sentence(name, package, tmp_path, monkeypatch):
     monkeypatch.setattr("gshard.analysis.monitor.writers.find_spec", lambda _: None)
-    wanted = (
-        rf"^the writer '{name}' needs the package {package}: run pip install 'gshard\[{name}\]'.$"
-    )
-    with pytest.raises(gshard.GShardError, match=wanted):
+    wanted = rf"^the writer '{name}' needs the package {package}: pip install '{package}>=[\d.]+'$"
+    with pytest.raises(gshard.GShardError, match=f"(?i){wanted}"):
         gshard.Metrics(tmp_path, writers=[name])
 
 

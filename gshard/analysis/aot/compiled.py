@@ -204,7 +204,7 @@ def reason(said: str, code: int) -> str:
     The code is its exit code, or the negative number of the signal that ended it.
     """
     if tool := re.search(r"Couldn't find a suitable version of (\w+)", said):
-        return f"XLA finds no {tool[1]}: pip install 'gshard[aot-gpu]', which has nvidia-cuda-nvcc."
+        return f"XLA finds no {tool[1]}: pip install nvidia-cuda-nvcc, which has it."
     if "No space left on device" in said or "Errno 28" in said:
         return "the disk is full: free some space, or set TMPDIR to a folder on another disk."
     if code == -signal.SIGKILL:

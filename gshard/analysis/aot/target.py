@@ -15,6 +15,7 @@ from typing import Any
 
 from gshard._util.chips import CHIPS, Chip, computer_memory
 from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.version import install_command
 
 # A larger slice of v5e or v6e has a description, and its compilation aborts the process.
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -112,8 +113,7 @@ class Target:
             found = None
         if found is None:
             raise GShardError(
-                f"the compiler for target {self.text!r} is not installed: "
-                f"pip install 'gshard[{extra}]'."
+                f"the compiler for target {self.text!r} is not installed: {install_command(extra)}"
             )
 
     def described_devices(self) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from gshard._util.errors import GShardError, did_you_mean, warn
 from gshard._util.events import now
 from gshard._util.validation import shown
+from gshard._util.version import install_command
 
 Scalars = Mapping[str, float]
 
@@ -168,7 +169,7 @@ def writer_of(given: Any, folder: Path | None) -> SafeWriter:
     package = _PACKAGES.get(given)
     if package and find_spec(package) is None:
         raise GShardError(
-            f"the writer {given!r} needs the package {package}: run pip install 'gshard[{given}]'."
+            f"the writer {given!r} needs the package {package}: {install_command(given)}"
         )
     if given == "tensorboard":
         if folder is None:

@@ -34,7 +34,7 @@ def check_versions() -> list[Check]:
     """Checks gshard, Python, the packages, and the plugins of JAX."""
     if _version("gshard") is None:
         said = "on the path, but not installed: its requirements are unknown"
-        fix = "pip install gshard, or `pip install -e .` in its folder"
+        fix = "run `pip install -e .` in its folder"
         return [Check("gshard", "warn", said, fix)]
     floor = metadata.metadata("gshard")["Requires-Python"]
     fix = f"make an environment with Python {floor}"

@@ -442,7 +442,7 @@ def test_without_the_package_of_a_store_the_extra_is_named():
     done = subprocess.run(
         [sys.executable, "-c", script], env=clean_environment(), capture_output=True, text=True
     )
-    assert "s3:// needs a package that is not installed: pip install 'gshard[s3]'" in done.stderr
+    assert "s3:// needs a package that is not installed: pip install 's3fs" in done.stderr
 
 
 def test_wrong_credentials_are_one_sentence(server, address, monkeypatch, through_proxy):
