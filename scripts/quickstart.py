@@ -45,7 +45,8 @@ def notebook(script: str) -> dict[str, Any]:
     imports, *rest = code.split(MARK)
     intro = (
         f"# gshard: quickstart\n\n{docstring.splitlines()[0]}\n\n"
-        "Install gshard first: `pip install gshard`, or `gshard[cuda]` or `gshard[tpu]`."
+        "Install gshard first. Until the first release, in a clone of its repository: "
+        '`pip install .`, or `".[cuda]"` or `".[tpu]"` in place of the dot.'
     )
     cells = [("markdown", intro), ("code", START), ("code", imports)]
     for cell in rest:
