@@ -246,4 +246,4 @@ def expert_axes_table(found: Sequence[ExpertAxis]) -> list[Table | str]:
         table.add_row(axis, *map(bytes_of, pairs), ratio)
     _, _, keep = found[0].argument.partition(", keep=")
     about = f"shard_train_state(keep={keep})" if keep else "the model's metadata names the experts"
-    return [table, f"Kept by {about}: docs/expert.md."]
+    return [table, f'Kept by {about}: see the page "Mixtures of experts".']

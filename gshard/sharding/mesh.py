@@ -74,10 +74,10 @@ def make_mesh(
         Replicas are on different nodes (hosts of GPUs, TPU slices) if there are enough.
       expert: number of devices that share the experts of a mixture. An `"expert"` axis of this size
         comes after the others but `sequence`. State is sharded over it as well, and what
-        `shard_train_state(keep=)` names stays on its devices (docs/expert.md).
+        `shard_train_state(keep=)` names stays on its devices.
       sequence: number of devices that share the sequence of an example (sequence or context
         parallelism). A `"sequence"` axis of this size comes after the others that gshard shards
-        over, so that its devices are adjacent. State is sharded over it as well (docs/sequence.md).
+        over, so that its devices are adjacent. State is sharded over it as well.
       extra: sizes of your own model-parallel axes by name, such as `{"model": 2}` for tensor
         parallelism. They come last, so that their devices are adjacent. gshard shards nothing over
         them.

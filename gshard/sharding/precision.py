@@ -174,8 +174,9 @@ def _wide(value: Any, name: str) -> Any:
     if dtype.itemsize < 2:
         raise GShardError(
             f"{name}={dtype}: sums of so few bits overflow or lose what is added. Choose one of "
-            f"{', '.join(_NAMES)}. For products in float8 use Flax's fp8 layers "
-            "(docs/precision.md); to send arrays in float8 use gather_dtype= and scatter_dtype=."
+            f"{', '.join(_NAMES)}. For products in float8 use Flax's fp8 layers (the page "
+            '"Precision" of the documentation); to send arrays in float8 use gather_dtype= and '
+            "scatter_dtype=."
         )
     return dtype
 

@@ -283,7 +283,7 @@ class MicroBatchLoss:
             "arguments: every device and every micro-batch draws the same ones for its own "
             "examples. Accept the key as an argument, f(params, batch, *, rng), and pass it with "
             "rng=, to make_train_step or to what value_and_grad returned: gshard folds it with "
-            "device and micro-batch. See docs/losses.md."
+            'device and micro-batch. See the page "Losses" of the documentation.'
         )
         return inputs
 

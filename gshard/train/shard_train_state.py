@@ -180,7 +180,8 @@ def shard_train_state(
       keep: parameters that stay on one of the shard axes, such as experts: a mapping from path
         pattern to the axis and the dimension that is sharded over it, `{"experts/": ("expert",
         0)}`. They are never gathered over this axis, and are sharded over the others as the level
-        says (docs/expert.md). Flax's metadata that names the axis `"expert"` is read without it.
+        says (page "Mixtures of experts"). Flax's metadata that names the axis
+        `"expert"` is read without it.
       frozen: parameters that are not trained (Linen and plain): a pattern of paths or several, a
         function of a `gshard.LeafInfo`, or a tree of True and False. They have no gradient and no
         optimizer state, and are sharded where parameters are. Integer parameters are always frozen.
@@ -191,8 +192,7 @@ def shard_train_state(
         `"int8"`: short for `gather_dtype=` and `scatter_dtype=` of a `Precision`. By default arrays
         are sent in the dtypes that they have.
       offload: keep the optimizer state with its master copies, and sharded parameters, in host
-        memory; they are on the device only while they are used
-        (docs/offload.md says what stays).
+        memory; they are on the device only while they are used (page "Offload").
       indivisible: what happens to a large array none of whose dimensions is a multiple of the shard
         group: `"pad"` stores it with padding, `"replicate"` leaves it replicated.
       shard_axes: mesh axes to shard over, major to minor; by default those that `make_mesh` names

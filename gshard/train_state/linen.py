@@ -110,7 +110,7 @@ class Linen(Kind):
                 "the parameters are optax.LookaheadParams, whose slow parameters have no gradient, "
                 "but gshard needs a gradient for each parameter. Pass only the fast parameters, "
                 "with an optimizer that keeps the slow ones in its state, where they are sharded: "
-                "see docs/train-step.md (Lookahead)."
+                'see "Lookahead" on the page "The train step" of the documentation.'
             )
         if state.step.shape or not jnp.issubdtype(state.step.dtype, jnp.integer):
             raise GShardError(
@@ -143,7 +143,8 @@ class Linen(Kind):
             raise GShardError(
                 f"{type(state).__name__} has an apply_gradients of its own, which make_train_step "
                 "would not call. Keep your own jitted step and take the gradient with "
-                "gshard.value_and_grad(loss_fn, plan); see docs/your-own-loop.md."
+                'gshard.value_and_grad(loss_fn, plan): see the page "Your own loop" of the '
+                "documentation."
             )
 
     def update(self, state: Any, parts: Components) -> Any:

@@ -91,7 +91,8 @@ class Nnx(Kind):
             raise GShardError(
                 f"{type(state[1]).__name__} has an update of its own, which make_train_step would "
                 "not call. Keep your own nnx.jit step and take the gradient with "
-                "gshard.value_and_grad(loss_fn, plan); see docs/your-own-loop.md."
+                'gshard.value_and_grad(loss_fn, plan): see the page "Your own loop" of the '
+                "documentation."
             )
 
     def split_inference(self, state: Any) -> Components:
