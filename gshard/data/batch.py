@@ -231,12 +231,12 @@ def check_examples(batch: Any, devices: int, micro_batches: int, what: str = "de
                 f"batch{subscript(path)} has {_examples(n)} and batch{subscript(first)} has "
                 f"{count}. All arrays of a batch must have the same number of examples, along "
                 "their leading dimension: transpose an array that has them elsewhere, np.stack a "
-                "list of rows, and give rows that belong together, such as two answers to compare, "
-                "one entry: (pairs, 2, ...). Pad graphs to one size, stack them, and jax.vmap the "
-                "loss over them. An array without one entry per example, such as class weights, "
-                "does not belong in a batch: make it a field of the train state (with "
-                "NNX, a Variable of the model), or let the loss close over it. A random key goes "
-                "into a batch as a typed scalar, jax.random.key(seed)."
+                "list of examples, and give those that belong together, such as two answers to "
+                "compare, one entry: (pairs, 2, ...). Pad graphs to one size, stack them, and "
+                "jax.vmap the loss over them. An array without one entry per example, such as "
+                "class weights, does not belong in a batch: make it a field of the train state "
+                "(with NNX, a Variable of the model), or let the loss close over it. A random key "
+                "goes into a batch as a typed scalar, jax.random.key(seed)."
             )
     unit = devices * micro_batches
     if count % unit or not count:

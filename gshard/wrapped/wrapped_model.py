@@ -142,16 +142,16 @@ class Wrapped(Keeping):
         """Returns the model's output; outside jit, one compiled function computes it.
 
         With several processes each passes its own examples, and the output spans all of them.
-        Arrays with as many rows as the first one are examples; others are equal on all processes.
+        Arrays with as many entries as the first one are examples; others are equal everywhere.
         """
         own: Any = super()
         arrays = jax.tree.leaves((nnx.state(self), args, kwargs))
         if not any(isinstance(x, core.Tracer) for x in arrays):
             given, rest = split_inputs((args, kwargs))
             self._gshard_settle()
-            rows = next((x.shape[0] for x in given if x.ndim), 0)
+            examples = next((x.shape[0] for x in given if x.ndim), 0)
             with jax.disable_jit(False):  # else no tracer ends the recursion
-                placed = [_placed(x, self.plan, rows) for x in given]
+                placed = [_placed(x, self.plan, examples) for x in given]
                 out = self._gshard_forward(cast(Any, self), placed, fixed=rest)
             limit_in_flight(out)
             return out
@@ -381,15 +381,15 @@ def _warns_of_padding(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _placed(x: Any, plan: Plan, rows: int) -> jax.Array:
+def _placed(x: Any, plan: Plan, examples: int) -> jax.Array:
     """Shards an input by examples where they divide evenly; replicates it otherwise.
 
-    Each of several processes has its own `rows` examples, which must divide over its devices.
+    Each of several processes has so many examples of its own, which must divide over its devices.
     """
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return x
-    if spans_processes(plan):  # also without a row, which is refused on all of them
-        is_batch = bool(x.ndim) and x.shape[0] == rows
+    if spans_processes(plan):  # also without an example, which is refused on all of them
+        is_batch = bool(x.ndim) and x.shape[0] == examples
     else:
         is_batch = bool(x.ndim and x.shape[0]) and x.shape[0] % plan.group.batch_shards == 0
     if is_batch:
@@ -399,8 +399,8 @@ def _placed(x: Any, plan: Plan, rows: int) -> jax.Array:
         return jax.device_put(np.array(x) if isinstance(x, np.ndarray) else x, plan.sharding())
     except AssertionError as error:  # of JAX, which compares the values of the processes
         raise GShardError(
-            f"model(...): an input {list(x.shape)} differs between the processes, and is no array "
-            f"of examples, since the first input has {rows} rows. Make it equal on all of them."
+            f"model(...): an input {list(x.shape)} differs between the processes, and is not an "
+            f"array of examples: the first input has {examples}. Make it equal on all of them."
         ) from error
 
 
