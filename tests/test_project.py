@@ -170,6 +170,14 @@ def test_extras_in_the_documents_are_those_that_exist():
     assert not [x for x in (*for_users, "cuda", "tpu", "all") if f"gshard[{x}]" not in install]
 
 
+def test_the_table_of_options_is_that_of_the_train_step():
+    page = (ROOT / "docs" / "train-step.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)=` \| `(.+?)` \|", page, re.MULTILINE))
+    options = inspect.signature(gshard.make_train_step).parameters.values()
+    defaults = {x.name: x.default for x in options if x.kind is x.KEYWORD_ONLY}
+    assert rows == {name: repr(x).replace("'", '"') for name, x in defaults.items()}
+
+
 def test_blocks_share_a_namespace_and_name_their_line(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
