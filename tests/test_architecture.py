@@ -35,6 +35,12 @@ def test_links_lead_somewhere(page):
     assert not broken
 
 
+def test_every_example_is_listed():
+    folder = ROOT / "examples"
+    files = {x.name for x in folder.iterdir() if x.suffix in (".py", ".ipynb") and x.stat().st_size}
+    assert files == set(re.findall(r"\[(\w+\.\w+)\]\(\1\)", (folder / "README.md").read_text()))
+
+
 def test_guarantees_name_tests_that_exist():
     page = ROOT / "docs" / "development" / "guarantees.md"
     named = set(re.findall(r"`(tests/[\w/]+\.py)`", page.read_text()))
