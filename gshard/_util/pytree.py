@@ -149,7 +149,7 @@ def check_array(x: Any, where: str, is_converted: bool = False) -> None:
         _ = jnp.result_type(x), jnp.shape(x)
         is_array = isinstance(x, _ARRAY_LIKE) or hasattr(x, "__jax_array__")
         if not is_array and not is_converted:
-            raise TypeError(f"{type(x).__name__} is no array")
+            raise TypeError(f"{type(x).__name__} is not an array")
     except (TypeError, ValueError) as error:
         if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
             raise GShardError(

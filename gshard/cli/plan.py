@@ -60,7 +60,7 @@ def main(words: list[str]) -> int:
         others = [x for x, value in vars(given).items() if value != alone.get(x)]
         if given.paper and others:
             named = ("CONFIG" if x == "config" else f"--{x}" for x in others)
-            parser.error(f"--paper goes with --json alone, not with {some(named)}")
+            parser.error(f"--paper can be combined only with --json, not with {some(named)}")
         return given, config
 
     jax.config.update("jax_platforms", "cpu")  # another job may be using the accelerators

@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
     about = "Reads every byte of checkpoints and compares it with their checksums."
     parser = command_parser("gshard verify", about, _EXAMPLES)
     parser.add_argument("directory", metavar="DIRECTORY", help="what gshard.Checkpointer was given")
-    parser.add_argument("--step", help="this step alone (default: all)")
+    parser.add_argument("--step", help="only this step (default: all)")
     return respond(lambda: (parsed(parser, words), None), _verify)
 
 

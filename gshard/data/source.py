@@ -71,7 +71,7 @@ class Source:
             what = f"is a {type(example).__name__}"
             if isinstance(example, dict):
                 what = f"has {MASK!r} already"
-            elif isinstance(example, str):  # the path of an array that is no part of a tree
+            elif isinstance(example, str):  # the path of an array that is not part of a tree
                 what = "is one array"
             raise GShardError(
                 f"pad_last=True adds an array {MASK!r} to every batch, so an example must be a "

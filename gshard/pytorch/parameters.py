@@ -263,7 +263,7 @@ def _is_container(x: Any) -> bool:
 
 
 def _listed(x: Any) -> Any:
-    """Returns an iterable that is no tree, such as a generator, as a list."""
+    """Returns an iterable that is not a tree, such as a generator, as a list."""
     return list(x) if isinstance(x, Iterable) and jax.tree_util.all_leaves([x]) else x
 
 

@@ -145,7 +145,7 @@ def _checked(grads: Any, engine: Even | Greedy) -> tuple[Any, tuple[int, ...]]:
 
 
 def _check_missing(grads: Any, values: Any) -> None:
-    """Refuses a None for what is no parameter and no part of the model, such as a typo."""
+    """Refuses a None for what is neither a parameter nor a part of the model, such as a typo."""
 
     def with_none(tree: Any) -> list[tuple[str, Any]]:
         pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)

@@ -22,7 +22,7 @@ def size(axis: str = "sequence") -> int:
       A Python integer, known while JAX traces.
 
     Raises:
-      GShardError: `axis` is no name, or not that of the sequences of the step.
+      GShardError: `axis` is not a name, or not that of the sequences of the step.
 
     Example:
       >>> gshard.sequence.size()  # outside of a step: the sequence is on one device
@@ -53,7 +53,7 @@ def index(axis: str = "sequence") -> Any:
       An int32 scalar from 0 to `size(axis) - 1`.
 
     Raises:
-      GShardError: `axis` is no name.
+      GShardError: `axis` is not a name.
 
     Example:
       >>> gshard.sequence.index()

@@ -115,7 +115,7 @@ def zigzag(x: Any, devices: int, *, dim: int = 1) -> Any:
       An array of the same shape and type. Its i-th of S slices has the slices i and 2S-1-i of 2S.
 
     Raises:
-      GShardError: the sequence is no multiple of 2S tokens, or there is no such dimension.
+      GShardError: the sequence is not a multiple of 2S tokens, or there is no such dimension.
 
     Example:
       >>> gshard.sequence.zigzag(np.arange(8)[None], 2)
@@ -136,7 +136,7 @@ def unzigzag(x: Any, devices: int, *, dim: int = 1) -> Any:
       An array of the same shape and type.
 
     Raises:
-      GShardError: the sequence is no multiple of 2S tokens, or there is no such dimension.
+      GShardError: the sequence is not a multiple of 2S tokens, or there is no such dimension.
 
     Example:
       >>> gshard.sequence.unzigzag(np.array([[0, 1, 6, 7, 2, 3, 4, 5]]), 2)

@@ -22,7 +22,7 @@ _EXAMPLE = "sequence_dims={'frames': 2}"
 
 
 def checked_sequence_dims(given: Any, group: Group) -> SequenceDims:
-    """Refuses what is no mapping from patterns to dimensions, and warns where it has no effect."""
+    """Refuses all but a mapping from patterns to dimensions, and warns where it has no effect."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -155,7 +155,7 @@ def check_trained_batch(batch: Any, dims: Sequence[int | None], given: SequenceD
         raise GShardError(
             "sequence_dims leaves no array of the batch with a sequence to shard over the sequence "
             f"axis. Name the dimension of one, such as {_EXAMPLE}, or use a mesh without "
-            "sequence=. (An array that an evaluation alone has in full needs another name.)"
+            "sequence=. (An array that only an evaluation has in full needs another name.)"
         )
     if not shared:
         return

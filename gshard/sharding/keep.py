@@ -138,7 +138,7 @@ def _refuse_two(path: str, shape: tuple[int, ...], keep: Keep, first: str, text:
 
 
 def _warn_of_unlike(text: str, dim: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Warns of a pattern whose arrays have different numbers of experts: some may be no experts."""
+    """Warns of a pattern whose arrays differ in the number of experts: some may not be experts."""
     first: dict[int, str] = {}  # by the entries of the dimension, an array with as many
     for path, shape in shapes.items():
         found = dimension(dim, len(shape))
@@ -147,8 +147,8 @@ def _warn_of_unlike(text: str, dim: int, shapes: Mapping[str, tuple[int, ...]]) 
     if len(first) > 1:
         warn(
             f"keep: the pattern {text!r} matches arrays with different numbers of experts on "
-            f"dimension {dim}: {some(list(first.values()))}. If some are no experts, such as a "
-            "router, give a pattern that matches experts alone. If all are, give each number of "
+            f"dimension {dim}: {some(list(first.values()))}. If some are not experts, such as a "
+            "router, give a pattern that matches only experts. If all are, give each number of "
             "experts a pattern of its own."
         )
 

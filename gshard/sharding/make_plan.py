@@ -218,7 +218,7 @@ def _for_optimizer(rule: Rule) -> Rule:
         except GShardError as error:
             raise GShardError(
                 f"{error} This is an array of the optimizer: a pattern that begins with '^', as in "
-                "'^embedding$', matches parameters alone."
+                "'^embedding$', matches only parameters."
             ) from error
 
     return ask
@@ -311,7 +311,7 @@ def _warn_of_replicated_params(layouts: Sequence[Layout], level: Level, advice: 
     share = sum(x.local().size for x in replicated) / total if total else 0
 
     def name(x: Layout) -> str:
-        over = f"; sharded over {x.kept.axis!r} alone" if x.kept is not None else ""
+        over = f"; sharded only over {x.kept.axis!r}" if x.kept is not None else ""
         return f"{x.path} {list(x.shape)} ({x.reason}{over})"
 
     if share > 0.05:

@@ -1,4 +1,4 @@
-"""Finds which arrays of an optimizer state are no moments, or need all of their bits."""
+"""Finds which arrays of an optimizer state are not moments, or need all of their bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SQUARES = ("square", "abs", "exp")
 
 
 def no_moments(tx: optax.GradientTransformation, own: Any) -> dict[str, str]:
-    """Says by path which arrays of an optimizer state are no moments, and why.
+    """Says by path which arrays of an optimizer state are not moments, and why.
 
     Moments begin with constants, and each update changes them by gradients. Other arrays are
 

@@ -52,10 +52,10 @@ class Weighted:
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise ArgumentTypeError(
-            "a gshard.Weighted is no number but a pair of a sum and a weight, without arithmetic. "
-            "To add x to its mean, return gshard.Weighted(w.sum + x * w.weight, w.weight); to "
-            "scale it, gshard.Weighted(x * w.sum, w.weight). With the default loss_semantics, "
-            "w.sum / w.weight is an ordinary loss that you can add to others."
+            "a gshard.Weighted is a pair of a sum and a weight, not a number, and has no "
+            "arithmetic. To add x to its mean, return gshard.Weighted(w.sum + x * w.weight, "
+            "w.weight); to scale it, gshard.Weighted(x * w.sum, w.weight). With the default "
+            "loss_semantics, w.sum / w.weight is an ordinary loss that you can add to others."
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuse
@@ -252,7 +252,7 @@ def _like_the_non_trainable(
     for name, tree in updates.items():
         if name not in non_trainable:
             raise GShardError(
-                f"the loss returns new values of {name!r}, which is no field of the state (its "
+                f"the loss returns new values of {name!r}, which is not a field of the state (its "
                 f"further fields: {some(sorted(non_trainable)) or 'none'}). Add the field before "
                 "shard_train_state; or leave it out of mutable=, and return what you need of it in "
                 "aux (has_aux=True)."

@@ -70,7 +70,7 @@ def check_source(source: Any, mesh: Any) -> None:
     count = jax.process_count()
     if rank >= count:
         raise GShardError(
-            f"broadcast_from={rank} is no process: there are {count}, counted from 0. Give the "
+            f"broadcast_from={rank} is not a process: there are {count}, counted from 0. Give the "
             "rank of the process whose values all of them take, such as 0."
         )
     if isinstance(mesh, Mesh) and rank not in {d.process_index for d in mesh.devices.flat}:

@@ -310,7 +310,7 @@ def test_a_signal_leaves_nothing(tmp_path, number):
     [
         (
             ["plan", "--paper", "tests.setups:mlp"],
-            "--paper goes with --json alone, not with CONFIG",
+            "--paper can be combined only with --json, not with CONFIG",
         ),
         (["plan", "--paper", "--devices", "3"], "not with --devices"),
         (["plan", "--paper", "--html", "x"], "not with --html"),

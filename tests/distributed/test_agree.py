@@ -85,7 +85,7 @@ DIFFERENT = {
               "broadcast_from=0"),
     "seeds_at_p_g_os": ("params/v, params/w on process 1 differ from process 0",),
     "broadcast_on_one": ("differ in broadcast_from: None on process 0, 0 on process 1",),
-    "broadcast_from_nobody": ("broadcast_from=2 is no process: there are 2",),
+    "broadcast_from_nobody": ("broadcast_from=2 is not a process: there are 2",),
     "mesh": ("differ in the mesh: {'data': 4} on process 0", "Make the same mesh on every"),
     "kept": ("differ in the use of the mesh axes: data axes ('expert', 'data')", "the same keep="),
     "level": ("differ in the level: os on process 0, p_g_os on process 1",),

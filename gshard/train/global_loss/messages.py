@@ -80,7 +80,7 @@ def one_batch_error(evaluator: Converter, eqn: Any) -> GShardError:
     if eqn is not None and eqn.primitive.name == "div" and evaluator.bodies:
         return GShardError(
             f"{place} divides inside jax.checkpoint, a loop or a branch, and the batch comes in "
-            f"{count} micro-batches, whose sums are known outside alone. Return both sums from "
+            f"{count} micro-batches, whose sums are known only outside. Return both sums from "
             "there and divide them outside, or pass micro_batches=1."
         )
     if eqn is not None and eqn.primitive.name in ("debug_print", "debug_callback"):

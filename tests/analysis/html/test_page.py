@@ -278,7 +278,7 @@ def test_a_plan_that_fails_leaves_what_was_there(folder, capsys):
 def test_the_paper_has_no_page(folder, capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--paper", "--html", "plan.html"])
-    assert "--paper goes with --json alone, not with --html" in capsys.readouterr().err
+    assert "--paper can be combined only with --json, not with --html" in capsys.readouterr().err
     assert not (folder / "plan.html").exists()
 
 

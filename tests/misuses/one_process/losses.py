@@ -364,7 +364,7 @@ ROWS = {
         lambda _: (one(functools.partial(with_dropout, rng=None))[0], alone())
     ),
     "a Weighted is printed as a number": refused(
-        lambda _: float(gshard.Weighted(jnp.ones(()), 2)), "no number", "w.sum / w.weight"
+        lambda _: float(gshard.Weighted(jnp.ones(()), 2)), "not a number", "w.sum / w.weight"
     ),
     "a Weighted in a Weighted": refused(
         lambda _: one(lambda p, b: gshard.Weighted(gshard.Weighted(loss_fn(p, b), 1), 1)),
@@ -394,7 +394,7 @@ ROWS = {
     ),
     "mutable= names what the state has not": refused(
         lambda _: one(lambda p, b: (loss_fn(p, b), {"batch_stats": {}}), mutable="batch_stats"),
-        *("'batch_stats'", "no field of the state", "has_aux=True"),
+        *("'batch_stats'", "not a field of the state", "has_aux=True"),
     ),
     "batch statistics are returned in aux, and mutable= is forgotten": warned(
         lambda _: statistics_in_aux(lambda new: ({"batch_stats": new}, 3)),
