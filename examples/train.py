@@ -1,4 +1,4 @@
-"""A training in one process or many that stops on SIGTERM, and resumes later.
+"""Trains in one process or many, stops on SIGTERM, and resumes later.
 
     python examples/train.py
     gshard launch --nproc_per_node 2 --virtual_devices 2 examples/train.py --steps 50

@@ -1,4 +1,4 @@
-"""What an expert axis would change for a training whose model has arrays that can be kept on it.
+"""What an expert axis would change for a run whose model has arrays that can be kept on it.
 
 These are arrays whose metadata names the axis, and those of which a dimension is a batch dimension
 of every matrix product that they are in, as the experts of a mixture are.

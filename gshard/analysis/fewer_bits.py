@@ -1,4 +1,4 @@
-"""What `wire="int8"` and `state_dtype="int8"` would change for a training, from budgets alone."""
+"""What `wire="int8"` and `state_dtype="int8"` would change for a run, from budgets alone."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def fewer_bits(
         if not any(nodes.mixes(axis) for axis in plan.group.shard):
             add("wire='int8'", mesh, wire="int8")
         elif plan.group.sequence > 1 or plan.group.kept:
-            beside = SEQUENCE if plan.group.sequence > 1 else plan.group.kept
+            other = SEQUENCE if plan.group.sequence > 1 else plan.group.kept
             why = (
-                "An axis of the mesh has several devices of several nodes, beside the axis "
-                f"{beside!r}."
+                "An axis of the mesh has several devices of several nodes, in addition to the axis "
+                f"{other!r}."
             )
             found.append(FewerBits("wire='int8'", reason=why))
         elif devices_per_node and size % devices_per_node == 0:

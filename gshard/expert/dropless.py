@@ -42,9 +42,9 @@ def dropless(
 ) -> jax.Array:
     """Sends every token to all of its experts, and adds up what they make of it.
 
-    Where `dispatch` gives each expert the same number of places, here the tokens of all experts
+    Where `dispatch` gives each expert the same number of slots, here the tokens of all experts
     are rows of one array, sorted by expert, and `fun` multiplies them by `jax.lax.ragged_dot`. So
-    no token is dropped, and no place is empty.
+    no token is dropped, and no slot is empty.
 
     Where the parameters are kept on a mesh axis, a device gets the tokens of all devices of that
     axis by an all-gather, computes those of its own experts, and a reduce-scatter returns the sums.

@@ -158,7 +158,7 @@ def dispatch(x: Any, routing: Routing) -> jax.Array:
       routing: of these tokens.
 
     Returns:
-      (E, G, C, D) in the dtype of `x`; places that no token has are zero. Multiply it with the
+      (E, G, C, D) in the dtype of `x`; slots that no token has are zero. Multiply it with the
       parameters of the experts by a product in which E is a dimension of both
       (`jnp.einsum("egcd,edf->egcf", ...)`, `jax.vmap`, `nn.vmap`).
 
@@ -175,7 +175,7 @@ def dispatch(x: Any, routing: Routing) -> jax.Array:
     slots = routing.experts * routing.capacity
 
     def one(x: jax.Array, at: jax.Array) -> jax.Array:
-        # The token of each place; the row of zeros after the last token for one that has none.
+        # The token of each slot; the row of zeros after the last token for one that has none.
         source = jnp.broadcast_to(jnp.arange(tokens)[:, None], at.shape)
         token = jnp.full(slots, tokens).at[at.reshape(-1)].set(source.reshape(-1), mode="drop")
         return jnp.concatenate([x, jnp.zeros_like(x[:1])])[token]
@@ -189,14 +189,14 @@ def combine(y: Any, routing: Routing) -> jax.Array:
     """Adds up what the experts made of each token, by the weights of the routing.
 
     Args:
-      y: (E, G, C, D), the outputs of the experts, at the places of `dispatch`.
+      y: (E, G, C, D), the outputs of the experts, at the slots of `dispatch`.
       routing: the same as for `dispatch`.
 
     Returns:
       (G, T, D) in the dtype of `y`. A dropped assignment adds nothing.
 
     Raises:
-      GShardError: `y` has other experts, groups or places, or `routing` is not one.
+      GShardError: `y` has other experts, groups or slots, or `routing` is not one.
 
     Example:
       >>> routing = gshard.expert.route(jnp.zeros((2, 8, 4)), 2, capacity_factor=None)

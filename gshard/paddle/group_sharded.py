@@ -41,7 +41,7 @@ class GroupSharded(Wrapped):
 _INSTEAD = {
     "level": 'Pass "os", "os_g" or "p_g_os".',
     "sync_params_buffers": "Leave it out: all processes take the values of the first one.",
-    "sharding_degree": "Pass group=gshard.paddle.new_group(devices), with so many devices.",
+    "sharding_degree": "Pass group=gshard.paddle.new_group(devices), with that many devices.",
 }
 
 

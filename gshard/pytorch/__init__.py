@@ -58,7 +58,7 @@ _INSTEAD = INSTEAD | {
     "clip_grad_value_": "Make the optimizer optax.chain(optax.clip(max), ...).",
     "init_device_mesh": _MESH,
     "launch": "Start the program by `gshard launch --nproc_per_node n train.py`.",
-    "lr_scheduler": 'Set opt.param_groups[0]["lr"] before a step, or pass a schedule of optax.',
+    "lr_scheduler": 'Set opt.param_groups[0]["lr"] before a step, or pass an optax schedule.',
     "manual_seed": "A seed is explicit in JAX: nnx.Rngs(seed), jax.random.key(seed).",
     "nn": "Use the layers of flax.nnx or flax.linen.",
     "no_grad": "Leave it out: only backward and value_and_grad compute gradients.",

@@ -69,7 +69,7 @@ class ParamGroup(MutableMapping[str, Any]):
         lr = every.get(_RATE)
         # Without a rate optax does not negate the update: the loss would rise.
         if isinstance(lr, (str, bool)) or (lr is None and known.get(_RATE) is not None):
-            raise ArgumentTypeError(f"lr={lr!r} must be a number, or a schedule of optax.")
+            raise ArgumentTypeError(f"lr={lr!r} must be a number or an optax schedule.")
         every = {name: _python(x) for name, x in every.items()}
         for rate in {"lr", _RATE} & {name for name, x in every.items() if _is_number(x)}:
             _check_rate("lr", every[rate])

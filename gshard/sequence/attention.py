@@ -214,7 +214,7 @@ def _check_arrays(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         if x.shape[1] != q.shape[1]:
             raise GShardError(
                 f"{name} has {x.shape[1]} tokens (dimension 1) and q has {q.shape[1]}: "
-                "gshard.sequence.attention is that of a sequence to itself. For queries of another "
+                "gshard.sequence.attention computes self-attention only. For queries of another "
                 "length (cross-attention, a cache of keys) use jax.nn.dot_product_attention, which "
                 "works in a step with sequence= too and gathers the keys and values; or pad q or k "
                 "and v, with mask= for the keys that count."

@@ -168,7 +168,7 @@ def make_mesh(
     if needed < count:
         warn(
             f"the mesh {sizes} uses {needed} of {count} devices; {count - needed} stay idle. Pass "
-            f"devices=jax.devices()[:{needed}] if that is meant."
+            f"devices=jax.devices()[:{needed}] if that is intended."
         )
     return _mesh(np.array(given[:needed]).reshape(tuple(sizes.values())), list(sizes), by_links)
 

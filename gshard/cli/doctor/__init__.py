@@ -28,7 +28,7 @@ _NOT_TRIED = [Check("train step, processes", "warn", "not tried, since JAX does 
 
 def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
-    about = "Looks for what keeps a training from starting, or makes it slow or wrong."
+    about = "Looks for what keeps training from starting, or makes it slow or wrong."
     parser = common.command_parser("gshard doctor", about, _EXAMPLES)
     quick = "skip the checks that start JAX; takes about two seconds"
     parser.add_argument("--quick", action="store_true", help=quick)
