@@ -205,7 +205,7 @@ def offload(small: bool) -> Found:
 def processes(small: bool) -> Found:
     """Two processes that start and sum over Gloo, and over NCCL where there are two GPUs."""
     found, trouble, _ = run_probe("probe_devices", 60)
-    if found is None:
+    if trouble:
         raise RuntimeError(trouble)
     two, gpus = [3.0, 3.0], found["count"] if found["platform"] == "gpu" else 0
     starts: dict[str, tuple[Callable[[], list[float]], list[float]]] = {

@@ -139,7 +139,34 @@ def test_a_backend_that_ends_the_process(tmp_path):
 
 def test_a_probe_that_raises():
     found, trouble, _ = run_probe("probe_two_processes", 60, timeout=-1)
-    assert found is None and trouble.startswith("GShardError: initialization_timeout=-1 must be")
+    assert not found and trouble.startswith("GShardError: initialization_timeout=-1 must be")
+
+
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        ("os.abort()", "it was killed by SIGABRT"),
+        ("time.sleep(600)", "timed out: it had not ended after 8 s"),
+        ("sys.exit('NCCL failed')", "SystemExit: NCCL failed"),
+        ("yield {'a': object()}", "TypeError: Object of type object is not JSON serializable"),
+    ],
+)
+def test_what_a_probe_has_answered_is_kept(tmp_path, monkeypatch, ending, said):
+    """Also if it ends badly after its last answer, as in a library that aborts at exit."""
+    body = f"    yield {{'a': 1}}\n    yield {{'a': 2}}\n    {ending}\n"
+    (tmp_path / "late.py").write_text(f"import os, sys, time\ndef probe():\n{body}")
+    monkeypatch.syspath_prepend(tmp_path)
+    found, trouble, _ = run_probe("late:probe", 8 if "sleep" in ending else 60)
+    assert found == {"a": 2} and trouble.startswith(said)
+
+
+@pytest.mark.parametrize("line", ["", "not JSON", "[1]"])
+def test_a_probe_without_an_answer(tmp_path, monkeypatch, line):
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os\nprint({line!r}, flush=True)\nos._exit(0)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_probe("probe_devices", 60) == ({}, "it printed no answer", "")
 
 
 def test_the_line_of_a_log_that_matters():
@@ -276,6 +303,7 @@ def test_a_gpu_that_jax_does_not_use():
     [
         (0, {}, "fail", 'pip install -U "jax[cuda12]=='),
         (3, {}, "fail", "nvidia-smi"),
+        (0, {"CUDA_VISIBLE_DEVICES": "0", "SLURM_LOCALID": "0"}, "fail", "pip install"),
         (1, {"CUDA_VISIBLE_DEVICES": "0"}, "warn", "unset CUDA_VISIBLE_DEVICES"),
         (1, {"CUDA_VISIBLE_DEVICES": "0", "SLURM_LOCALID": "0"}, "ok", ""),
     ],
@@ -283,6 +311,13 @@ def test_a_gpu_that_jax_does_not_use():
 def test_unused_devices(used, told, ok, fix):
     check = devices.unused("nvidia", used, Hardware(nvidia=4, driver="550.54"), told)
     assert check.ok == ok and fix in check.fix and f"JAX uses {used} of 4" in check.found
+
+
+def test_a_plugin_that_sees_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    installed(tmp_path, "jax_cuda13_plugin", "0.1.0")
+    check = devices.unused("nvidia", 0, Hardware(nvidia=1), {"CUDA_VISIBLE_DEVICES": ""})
+    assert (check.ok, check.fix) == ("warn", "unset CUDA_VISIBLE_DEVICES")
 
 
 def test_what_to_install():

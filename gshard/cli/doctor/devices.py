@@ -42,12 +42,12 @@ _GLOG = re.compile(r"^[IWEF]\d{4} [\d:.]+\s+\d+ \S+\] ")
 _REASON = re.compile(r"F\d{4} |Unknown flag|Check failed|\b\w*(Error|Exception)\b|[Ff]ailed")
 
 
-def run_probe(
-    probe: str, seconds: float, **arguments: Any
-) -> tuple[dict[str, Any] | None, str, str]:
-    """Runs a probe in a new process; returns its result, or why there is none, and its error.
+def run_probe(probe: str, seconds: float, **arguments: Any) -> tuple[dict[str, Any], str, str]:
+    """Runs a probe in a new process; returns its result, what went wrong, and its error.
 
-    A probe is a function of this module, or `module:function`, that returns a dict for JSON.
+    A probe is a function of this module, or `module:function`, that returns a dict for JSON, or
+    yields dicts, of which later ones replace the fields of earlier ones. Where something went
+    wrong, the result has what the process had answered before.
     """
     # A probe runs alone, so it must not see this process's position in a job.
     alone = {name: x for name, x in os.environ.items() if not name.startswith("GSHARD_")}
@@ -66,7 +66,7 @@ def run_probe(
         out, log = process.communicate(timeout=seconds)
         trouble = f"it {in_words(process.returncode)}" if process.returncode else ""
     except subprocess.TimeoutExpired as error:
-        out, log = b"", error.stderr or b""
+        out, log = error.stdout or b"", error.stderr or b""
         trouble = f"timed out: it had not ended after {seconds:g} s"
     finally:
         if process.poll() is None:
@@ -75,15 +75,16 @@ def run_probe(
                 process.communicate(timeout=5)
         guardian.forget(process.pid)
         guardian.close()
-    # The last line: the start of Python may have printed others, as a sitecustomize.py does.
-    lines = out.strip().splitlines()
-    trouble = trouble or ("" if lines else "it printed no answer")
-    found = {} if trouble else json.loads(lines[-1])
-    trouble = trouble or one_line(found.get("error", ""))
+    found: dict[str, Any] = {}
+    for line in out.splitlines():
+        # Other lines are of the start of Python, as of a sitecustomize.py, or cut off at the end.
+        with suppress(ValueError, TypeError):
+            found |= json.loads(line)
+    trouble = trouble or one_line(found.pop("error", "" if found else "it printed no answer"))
     reason = reason_in(log.decode(errors="replace"))
     if trouble and reason not in trouble:
         trouble += f": {reason}"
-    return None if trouble else found, trouble, reason
+    return found, trouble, reason
 
 
 def answer(probe: str, arguments: str) -> None:
@@ -94,10 +95,11 @@ def answer(probe: str, arguments: str) -> None:
     try:
         module, _, name = probe.rpartition(":")
         found = getattr(import_module(module or __name__), name)(**json.loads(arguments))
-    except Exception as error:
-        found = {"error": f"{type(error).__name__}: {error}".removesuffix(": ")}
-    with out:
-        json.dump(found, out)
+        for one in [found] if isinstance(found, dict) else found:
+            print(json.dumps(one), file=out, flush=True)
+    except (Exception, SystemExit) as error:
+        said = f"{type(error).__name__}: {error}".removesuffix(": ")
+        print(json.dumps({"error": said}), file=out, flush=True)
 
 
 def reason_in(log: str) -> str:
@@ -120,17 +122,13 @@ _TIMED_OUT = "check that no other program holds the devices; --timeout gives it 
 def started(here: Hardware, seconds: float) -> tuple[bool, list[Check]]:
     """Returns whether JAX starts, and checks of the devices that it uses."""
     found, trouble, log = run_probe("probe_devices", seconds)
-    if found is None:
+    if trouble:
         return False, [Check("devices", "fail", trouble, _fix_start(trouble, here))]
     platform, kind, memory = found["platform"], found["kind"], found["memory"]
     about = [kind] * (kind != platform) + ([f"{bytes_of(memory)} each"] if memory else [])
     said = f"{found['count']} {platform}" + (f" ({', '.join(about)})" if about else "")
-    checks = [Check("devices", "ok", said)]
-    for name, (wanted, _) in _KINDS.items():
-        count, used = getattr(here, name), found["count"] if platform == wanted else 0
-        if used < count and not (used and name == "tpu"):  # a chip may be one device or two
-            checks.append(unused(name, used, here, os.environ, log))
-    return True, checks
+    idle = unused_devices(platform, found["count"], here, log)
+    return True, [Check("devices", "ok", said), *idle]
 
 
 def probe_devices() -> dict[str, Any]:
@@ -144,6 +142,16 @@ def probe_devices() -> dict[str, Any]:
     return {"count": len(found), **about}
 
 
+def unused_devices(platform: str, count: int, here: Hardware, log: str = "") -> list[Check]:
+    """Explains which devices of the machine JAX does not use, of the platform that it uses."""
+    found = []
+    for name, (wanted, _) in _KINDS.items():
+        used = count if platform == wanted else 0
+        if used < getattr(here, name) and not (used and name == "tpu"):  # a chip is one or two
+            found.append(unused(name, used, here, os.environ, log))
+    return found
+
+
 def unused(
     kind: str, used: int, here: Hardware, environment: Mapping[str, str], log: str = ""
 ) -> Check:
@@ -154,7 +162,7 @@ def unused(
     if platforms and not used:
         return Check(name, "warn", f"{said}: JAX_PLATFORMS={platforms}", "unset JAX_PLATFORMS")
     hides = next((x for x in _HIDE_GPUS if x in environment), "") if kind != "tpu" else ""
-    if hides:
+    if hides and (used or has_plugin(kind)):  # clusters set such variables, plugin or not
         said = f"{said}: {hides}={environment[hides]}"
         if env_vars.LOCAL_PROCESS_ID in environment or "SLURM_LOCALID" in environment:
             return Check("devices of this process", "ok", said)
@@ -163,6 +171,13 @@ def unused(
         fix = "see `nvidia-smi` and `dmesg` for the others: one may be broken, or in MIG mode"
         return Check(name, "fail", said, fix)
     return Check(name, "fail", f"{said}{': ' if log else ''}{log}", to_install(kind, here))
+
+
+def has_plugin(kind: str) -> bool:
+    """Whether a plugin of JAX for this kind of GPU is installed."""
+    wanted = {"nvidia": "jax-cuda", "amd": "jax-rocm"}[kind]
+    names = (found.metadata["Name"] or "" for found in metadata.distributions())
+    return any(name.lower().replace("_", "-").startswith(wanted) for name in names)
 
 
 def _fix_start(trouble: str, here: Hardware) -> str:
@@ -197,7 +212,7 @@ _STEPS = 2
 def train_step(seconds: float) -> list[Check]:
     """Checks that a train step at every level matches single-device training."""
     found, trouble, _ = run_probe("probe_train_step", seconds)
-    if found is None:
+    if trouble:
         return [Check("train step", "fail", trouble, _TIMED_OUT)]
     return [judged(found["levels"], found["where"])]
 
@@ -255,7 +270,7 @@ def two_processes(seconds: float) -> list[Check]:
     """Checks that two CPU processes of this machine can join and compute a sum."""
     name = "two processes (Gloo)"
     found, trouble, _ = run_probe("probe_two_processes", seconds, timeout=max(1, int(seconds)))
-    if found is None:
+    if trouble:
         fix = "see `own name` above, and let firewalls pass connections of this machine to itself"
         return [Check(name, "fail", trouble, fix)]
     if found["sums"] != [3.0, 3.0]:
