@@ -35,6 +35,7 @@ from gshard.train.loss import (
     is_numeric,
     reduce_sums,
 )
+from gshard.train.made_in_loop import MadeInLoop
 from gshard.train.non_trainable import non_trainable_layouts, non_trainable_uses, to_storage
 from gshard.train.options import LossSemantics, check_semantics, most_gathered
 from gshard.train.padding_mask import MaskCheck
@@ -145,6 +146,7 @@ def make_eval_step(
     jitted = jax.jit(run)
     check = TreeChecker(plan.abstract_components().params, "the parameters are")
     check_program, check_mask = ProgramCheck(plan, name), MaskCheck(name)
+    made = MadeInLoop(plan, "make_eval_step", fn, (loss_semantics, gather_limit))
     outside, call = OutsideValues(fn, place_of(fn)), f"eval_step({plan.kind.arguments[0]}, batch)"
 
     @named_arguments({"*": "It is called as f(state, batch), with NNX as f(model, batch)."}, name)
@@ -160,6 +162,7 @@ def make_eval_step(
         check_mask(batch, lambda: jitted.trace(parts, batch), len(jax.tree.leaves(parts)))
         results = check_program.run(jitted, parts, batch)
         limit_in_flight(results)
+        made.count(results)
         return results
 
     return eval_step

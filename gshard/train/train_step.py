@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,6 +37,7 @@ from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
 from gshard.train.global_loss.transfers import Transfer, transfers_table
 from gshard.train.late_checks import late_checks
 from gshard.train.latest_state import LatestState
+from gshard.train.made_in_loop import MadeInLoop
 from gshard.train.nonfinite_leaves import flags_sharding, watch_of
 from gshard.train.options import (
     MAX_BAD_STEPS,
@@ -249,6 +251,8 @@ class TrainStep:
         if options.post_update is not None:
             advice = "Keep it in a field of the state, as an array"
             self._outside.append(OutsideValues(options.post_update, "post_update=", advice))
+        others = dataclasses.replace(options, rng=None, post_update=None)  # may be new each time
+        self._made = MadeInLoop(plan, "make_train_step", loss_fn, repr(others))
         self._told: set[str] = set()  # fixed fields that were warned of
         shardings, same = [x.sharding for x in jax.tree.leaves(wanted)], plan.sharding()
         self._rng = options.rng
@@ -335,6 +339,7 @@ class TrainStep:
         self._watch.add(guard, new.opt_state.guard, flags, scale)
         self.numbers.add(batch, program, sums)
         self._replicas.after_call(new.params, new.step)
+        self._made.count(new.step)
         self._late_checks.end_call()
         if not self.options.donate:  # those of donated states depend on each other
             limit_in_flight(metrics)

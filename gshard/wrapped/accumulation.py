@@ -27,6 +27,7 @@ from gshard.data.batch import shard_batch
 from gshard.sharding.plan import Plan
 from gshard.sharding.validate import refuse_donated
 from gshard.train.gradients import LocalGradients
+from gshard.train.made_in_loop import code_of
 from gshard.train.padding_mask import MaskCheck
 from gshard.train.same_program import ProgramCheck
 from gshard.wrapped import compiled_fns
@@ -36,7 +37,7 @@ from gshard.wrapped.compiled_fns import (
     refuse_other_parameters,
     unused_params,
 )
-from gshard.wrapped.loss_fns import Joined, Scaled, check_closure, code_of, own_loss
+from gshard.wrapped.loss_fns import Joined, Scaled, check_closure, own_loss
 from gshard.wrapped.same_hyperparameters import SameHyperparameters
 
 MANY = 64  # loss functions whose programs are kept
@@ -346,8 +347,9 @@ class Accumulation:
         if self._find_unused and (loss_fn, not local) not in self._of_loss:
             if unused := unused_params(loss_fn, self.plan.template[0], wrt, batch):
                 warn(f"the loss does not use {some(unused)}: their gradients are zero.")
-        code = code_of(loss_fn)
-        alike = [f for f, at in self._of_loss if at == local and code_of(f) is code]
+        code = code_of(own_loss(loss_fn))
+        kept = [own_loss(f) for f, at in self._of_loss if at == local]
+        alike = [f for f in kept if code_of(f) is code]
         if len(alike) == 2:
             warn(
                 f"backward was given {place_of(loss_fn)} as a new function three times, and each "

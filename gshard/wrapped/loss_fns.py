@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -52,14 +51,6 @@ class Joined:
             loss = Weighted(jnp.asarray(loss), jnp.ones(()))
         total = jnp.where(shares[0] > 0, loss.sum, 0)
         return Weighted(total, loss.weight if self.initial else loss.weight * shares[0])
-
-
-def code_of(loss_fn: Any) -> Any:
-    """Returns what functions that are made again in a loop have in common: their code, or class."""
-    function = own_loss(loss_fn)
-    while isinstance(function, partial):
-        function = own_loss(function.func)
-    return getattr(function, "__code__", type(function))
 
 
 def check_closure(loss_fn: Any, model: nnx.Module) -> None:

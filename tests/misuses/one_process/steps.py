@@ -121,6 +121,21 @@ def not_assigned(_):
     return metrics["loss"], loss_fn(params(), BATCH)
 
 
+def made_in_the_loop(*of_each_step: dict[str, Any]) -> Any:
+    state, plan = shard()
+    for options in of_each_step:
+        state, _ = gshard.make_train_step(loss_fn, plan, **options)(state, BATCH)
+    return gshard.full_params(state), alone(steps=len(of_each_step))
+
+
+def evaluated_in_the_loop(calls: int) -> Any:
+    state, plan = shard()
+    for _ in range(3):
+        evaluate = gshard.make_eval_step(loss_fn, plan)
+        found = [evaluate(state, BATCH) for _ in range(calls)]
+    return found, [loss_fn(params(), BATCH)] * calls
+
+
 def returned_tuple(_):
     state, _, step = kept()
     out = step(state, BATCH)
@@ -298,6 +313,18 @@ def another_models_weights(_):
 
 
 ROWS = {
+    "make_train_step is called in the loop": warned(
+        lambda _: made_in_the_loop({}, {}, {}), "three times with loss_fn", "before the loop"
+    ),
+    "make_train_step is called with other options in each step": right(
+        lambda _: made_in_the_loop({}, {"micro_batches": 2}, {"donate": False})
+    ),
+    "make_eval_step is called for each batch": warned(
+        lambda _: evaluated_in_the_loop(1), "three times with loss_fn", "before the loop"
+    ),
+    "make_eval_step is called for each evaluation of several batches": right(
+        lambda _: evaluated_in_the_loop(2)
+    ),
     "step() of the NNX model that shard_train_state was given": refused(
         model_given_to_shard, "this is the model that you gave", "that shard_train_state returned"
     ),

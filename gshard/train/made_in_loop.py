@@ -1,0 +1,61 @@
+"""Warns of steps that a program makes again for each call: each of them is compiled."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+from jax import core
+
+from gshard._util.errors import place_of, warn, without_partial
+from gshard.sharding.plan import Plan
+
+_called_once: weakref.WeakKeyDictionary[Plan, Counter[Hashable]] = weakref.WeakKeyDictionary()
+
+
+def code_of(function: Any) -> Any:
+    """Returns what functions that are made again in a loop have in common: their code, or class."""
+    function = inspect.unwrap(without_partial(function))
+    return getattr(function, "__code__", type(function))
+
+
+class MadeInLoop:
+    """Counts the calls of a step, to tell whether the program makes a new one for each call.
+
+    That is when three alike in a row are called only once: steps for other losses or with other
+    options are not alike, and steps that are made once are called again.
+
+    Args:
+      plan: of the steps.
+      call: the function that makes them.
+      function: what the user gave it.
+      options: what else makes another step.
+    """
+
+    def __init__(self, plan: Plan, call: str, function: Callable[..., Any], options: Hashable):
+        self._counts = _called_once.setdefault(plan, Counter())
+        self._key: Hashable = (call, code_of(function), options)
+        self._call, self._function, self._calls = call, function, 0
+
+    def count(self, results: Any) -> None:
+        """Counts a call of the step by its results; warns at the third step that is made for one.
+
+        Inside a trace of the user's, nothing is compiled for the call.
+        """
+        if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(results)):
+            return
+        self._calls += 1
+        if self._calls > 1:
+            self._counts[self._key] = 0
+            return
+        self._counts[self._key] += 1
+        if self._counts[self._key] == 3:
+            warn(
+                f"{self._call} was called three times with {place_of(self._function)}, and each "
+                "step was compiled for one call. If it is called in the loop, call it once, before "
+                "the loop."
+            )
