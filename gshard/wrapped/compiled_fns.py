@@ -71,18 +71,18 @@ class Phases:
       plan: the layout of every array.
       sizes: bucket sizes in elements: `bucket_size` and `end_bucket_size`.
       options: further options of `gshard.value_and_grad`.
-      floats: the fixed inputs with a float that the model was compiled for.
+      numbers: the values of Python's numbers that the model was compiled for, by their type.
     """
 
     plan: Plan
     sizes: dict[str, int]
     options: dict[str, Any]
-    floats: set[Any] = field(default_factory=set)
+    numbers: dict[type, set[Any]] = field(default_factory=lambda: {float: set(), int: set()})
 
     def forward(self, model: Any, arrays: list[Any], rest: Any) -> Any:
         """Returns the model's output for split inputs, and writes the changes of its own state."""
         plan, (structure, fixed), given = self.plan, rest, iter(arrays)
-        self._warn_of_floats(rest)
+        self._warn_of_numbers(rest)
         inputs = structure.unflatten([next(given) if x is None else x[1] for x in fixed])
         parts = plan.kind.split_target(model, {})
         refuse_other_parameters(parts.params, plan, full=True)
@@ -97,14 +97,18 @@ class Phases:
         plan.kind.absorb(model, parts, changed)
         return out
 
-    def _warn_of_floats(self, rest: Any) -> None:
-        """Warns of a float, such as a rate, for whose every value the model is compiled."""
-        if any(x is not None and x[0] is float for x in rest[1]):
-            self.floats.add(tuple(x if x and x[0] is float else None for x in rest[1]))
-            if len(self.floats) == 4:
+    def _warn_of_numbers(self, rest: Any) -> None:
+        """Warns of a number, such as a rate, for whose every value the model is compiled."""
+        for kind, seen in self.numbers.items():
+            values = tuple(x if x and x[0] is kind else None for x in rest[1])
+            if not any(values) or values in seen:
+                continue
+            seen.add(values)
+            if len(seen) == 4:
                 warn(
-                    "the model was called with four values of a float, and each was compiled. "
-                    "Pass what changes as an array, such as np.float32(rate)."
+                    f"the model was called with four values of a Python {kind.__name__}, and each "
+                    "was compiled. Pass what changes as an array, such as np.float32(rate) or "
+                    "np.int32(step), unless shapes or branches depend on it."
                 )
 
     def backward(

@@ -519,6 +519,12 @@ def test_numbers_of_different_types_are_different_programs():
     with pytest.warns(gshard.GShardWarning, match=r"four values.*np\.float32"):
         model(x, 0.3)
     model(x, 0.4)
+    model(x, True)
+    for step in (2, 3, 2):
+        model(x, step)
+    with pytest.warns(gshard.GShardWarning, match=r"four values of a Python int.*np\.int32"):
+        model(x, 4)
+    model(x, 5)
 
 
 @pytest.mark.parametrize("level", quick(LEVELS, ["os_g", "p_g_os"]))
