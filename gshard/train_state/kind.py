@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import errors
 from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax import core
 from jax.sharding import NamedSharding
 from jax.tree_util import tree_map_with_path
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, place_of
 from gshard._util.pytree import check_array, flatten, path_of
 from gshard.train_state.components import Kind
 from gshard.train_state.frozen import updated
@@ -108,7 +109,14 @@ def abstract(init: Callable[..., Any], *args: Any) -> Any:
     """Returns the state that `init(*args)` would make, with abstract arrays."""
     from flax import nnx
 
-    state = nnx.eval_shape(lambda: as_state(init(*args)))
+    try:
+        state = nnx.eval_shape(lambda: as_state(init(*args)))
+    except errors.TraceContextError as error:
+        raise GShardError(
+            f"{place_of(init)} changes an NNX object that was made outside of it, such as an "
+            "nnx.Rngs, while gshard traces it. Make the nnx.Rngs and the model inside; for another "
+            "seed pass a key in init_args=, and make nnx.Rngs(key) of it."
+        ) from error
     if is_nnx_pair(state):
         for path, module in nnx.iter_modules(state[0]):
             for name, x in vars(module).items():

@@ -51,6 +51,11 @@ def plain(**more: Any) -> Any:
     return {**params(), **more}, optax.sgd(0.1)
 
 
+def made_with(rngs: nnx.Rngs) -> Any:
+    model = nnx.Linear(16, 8, rngs=rngs)
+    return model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+
+
 def masked(x: np.ndarray) -> Any:
     return np.ma.masked_array(x, mask=x > 0)
 
@@ -179,6 +184,13 @@ def a_padded_model(_):
 
 
 ROWS = {
+    "an init function that uses an nnx.Rngs of outside": refused(
+        lambda _: shard(functools.partial(made_with, nnx.Rngs(0))),
+        *("made_with", "made outside of it", "init_args="),
+    ),
+    "an nnx.Rngs in init_args=": refused(
+        lambda _: shard(made_with, init_args=(nnx.Rngs(0),)), "made_with", "nnx.Rngs(key)"
+    ),
     "an NNX model that is stored with padding is called directly": warned(
         a_padded_model, "kernel", "make_eval_step", "plan.unwrap((model, optimizer))"
     ),
