@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh
 from gshard._util.arrays import is_key
 from gshard._util.errors import GShardError, some
 from gshard._util.pytree import check_fits, check_unique, differences, flatten
+from gshard.checkpoint.casts import can_cast
 from gshard.checkpoint.quantized import blocks_of
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
@@ -93,8 +94,8 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
 def _can_be_saved(path: str, x: Any, layout: Layout) -> bool:
     """Whether an array has the dtype of its layout, and its shape with or without padding.
 
-    An optimizer may change the dtype of its state. JAX stores NumPy's 64-bit numbers in 32 bits,
-    unless jax_enable_x64 is on.
+    An optimizer may change the dtype of its state, but not from integers to floats: a restore could
+    not give them back. JAX stores NumPy's 64-bit numbers in 32 bits, unless jax_enable_x64 is on.
     """
     if not hasattr(x, "dtype"):
         check_fits(x, layout.dtype, f"save: {path}")
@@ -104,7 +105,7 @@ def _can_be_saved(path: str, x: Any, layout: Layout) -> bool:
         is_free = not path.startswith((PARAMS, MASTER, *FIELDS_OF_PARAMETERS)) and path != "step"
         if not isinstance(x, jax.Array):
             is_free = path.startswith(OPT_STATE) and jnp.issubdtype(dtype, jnp.floating)
-        has_dtype = is_free or dtype == layout.dtype
+        has_dtype = dtype == layout.dtype or (is_free and can_cast(dtype, layout.dtype))
     return has_dtype and np.shape(x) in (layout.shape, layout.stored_shape)
 
 

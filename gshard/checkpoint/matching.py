@@ -98,6 +98,12 @@ def _advice(
     """What to do about a checkpoint whose arrays are not those of the state, all by path."""
     if fresh:  # a checkpoint of another program
         return "It is of another model or optimizer."
+    if clashing := [p for p in wrong if _has_path_of_parameter(p, {*stored, *own})]:
+        return (
+            f"A parameter has the same path as {some(clashing)}, so only= cannot tell them apart. "
+            "Give like= the further fields that were saved, or choose another checkpoint or "
+            "directory."
+        )
     (theirs, mine), differ = map(_trained_and_frozen, (stored, own)), _weights(wrong)
     parameters = theirs[0] | theirs[1] | mine[0] | mine[1]
     if not (parameters & _weights(own) & _weights(stored)) - differ:  # stored: what only= chooses
@@ -121,6 +127,12 @@ def _advice(
         f"restore(like=state, only={only!r}) restores {what}, without the optimizer's state and "
         "the step."
     )
+
+
+def _has_path_of_parameter(path: str, paths: Collection[str]) -> bool:
+    """Whether it is a further field whose path is that of a parameter among these."""
+    weight = path.removeprefix(FIELDS)
+    return path == FIELDS + weight and any(x + weight in paths for x in WEIGHTS if x != FIELDS)
 
 
 def _weights(paths: Iterable[str]) -> set[str]:
@@ -177,7 +189,7 @@ def _to_read(
     layouts = {
         p: x for path, node in nodes.items() for p, x in _leaves_at(path, others.get(path, node))
     }
-    sources = {path: source_of(path, x, stored) for path, x in layouts.items() if path not in new}
+    sources = {p: source_of(p, x, stored, layouts) for p, x in layouts.items() if p not in new}
     check_fit(stored, layouts, sources, cast, advice)
     of_others = [dict(_leaves_at(path, x)) for path, x in others.items()]
     plain = {p: s for p, s in sources.items() if not any(p in x for x in of_others)}
@@ -203,13 +215,18 @@ def _leaves_at(path: str, layout: Any) -> list[tuple[str, Layout]]:
     return [(f"{path}/{p}" if p else path, x) for p, x in zip(paths, leaves, strict=True)]
 
 
-def source_of(path: str, layout: Layout, stored: Mapping[str, ArrayInfo]) -> str:
+def source_of(
+    path: str, layout: Layout, stored: Mapping[str, ArrayInfo], own: Collection[str]
+) -> str:
     """Returns the path of the stored array that the array at `path` is read from.
 
     A weight may be stored as another kind of array: as its master copy, frozen, or not trained.
+    `own` are the paths of all arrays of the state.
     """
     weight = weight_at(path)
     if weight is None or (path in stored and not path.startswith(PARAMS)):
+        return path
+    if _has_path_of_parameter(path, own):
         return path
     places = [x + weight for x in WEIGHTS if x + weight in stored]
     if len(places) > 1 and places[-1] == FIELDS + weight:

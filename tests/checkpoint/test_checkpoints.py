@@ -972,6 +972,39 @@ def test_arrays_that_are_not_those_of_the_plan_are_refused(tmp_path, w, said):
         assert gshard.full_params(checkpointer.restore(like=state).state)["w"].all()
 
 
+class WithField(TrainState):
+    w: Any = None
+
+
+def with_field(field):
+    params = {"w": jnp.ones((8, 4))}
+    plain = WithField.create(apply_fn=None, params=params, tx=optax.sgd(0.1), w=field)
+    return shard(plain, "os", 2, min_shard_size=0)
+
+
+def test_a_field_with_the_path_of_a_parameter_is_not_taken_for_it(tmp_path):
+    state, plan = with_field(jnp.full((8, 4), 7.0))
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        assert checkpointer.restore(like=plan).state.w.max() == 7
+        for other in (None, jnp.ones(3)):
+            with pytest.raises(gshard.GShardError, match="same path as non_trainable/w, so only="):
+                checkpointer.restore(like=with_field(other)[1])
+    with gshard.Checkpointer(tmp_path / "without") as checkpointer:
+        checkpointer.save(1, with_field(None)[0])
+        with pytest.raises(gshard.GShardError, match="non_trainable/w is not in the checkpoint"):
+            checkpointer.restore(like=plan)  # and does not read the parameter
+
+
+@pytest.mark.parametrize("stored, own", [("int32", "float32"), ("float32", "int32")])
+def test_a_field_that_became_a_number_of_another_kind_is_not_saved(tmp_path, stored, own):
+    """What it holds would not be what is restored."""
+    state, _ = with_field(jnp.full(3, 7, stored))
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(gshard.GShardError, match=rf"w is {own}\[3\], stored as {stored}\[3\]"):
+            checkpointer.save(1, state.replace(w=state.w.astype(own)))
+
+
 def test_inside_jit_there_is_nothing_to_save(tmp_path, run):
     checkpointer = gshard.Checkpointer(tmp_path)
     for act in (
