@@ -113,7 +113,7 @@ def read_regular(path: Path, most: int) -> bytes:
     with os.fdopen(number, "rb") as file:
         about = os.fstat(number)
         if not stat.S_ISREG(about.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
         if about.st_size > most:
             raise OSError(errno.EFBIG, f"it has {about.st_size:,} bytes, and {most:,} are allowed")
         return file.read(most)

@@ -95,8 +95,8 @@ def check_unique(paths: list[str], what: str) -> None:
     twice = sorted(path for path, count in Counter(paths).items() if count > 1)
     if twice:
         raise GShardError(
-            f"two {what} have the same path: {some(twice)}. Rename one of them (a key that "
-            "contains '/' does that)."
+            f"two {what} have the same path: {some(twice)}. Rename one of them (a '/' in a "
+            "key can cause this)."
         )
 
 

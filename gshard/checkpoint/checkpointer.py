@@ -284,7 +284,7 @@ class Checkpointer:
             )
         if self._local is None or not self._rhythm.is_local(number):
             return None, f"step, {number}, was not saved"
-        return self._local, f"step, {number}, is in {self._local.store} alone"
+        return self._local, f"step, {number}, is only in {self._local.store}"
 
     def _await(self, writer: StepWriter) -> None:
         """Waits for the writer's last save; a save of the directory that is done is looked at."""
@@ -454,7 +454,7 @@ class Checkpointer:
                 raise failed
             if elsewhere is not None:
                 warn(
-                    f"the last {elsewhere}, so that {self._store} has an older state. Save the "
+                    f"the last {elsewhere}, so {self._store} has an older state. Save the "
                     "last one with save(step, state, force=True)."
                 )
 
@@ -475,7 +475,7 @@ class Checkpointer:
         """The files of a step, by default the newest."""
         if step is None and (step := max(self.all_steps(), default=None)) is None:
             raise GShardError(
-                f"{self._store} holds no checkpoint. If this may be the first run, ask "
+                f"{self._store} holds no checkpoint. If this may be the first run, check that "
                 "latest_step() is not None first."
             )
         return self._store.step(existing_step(self._store, step, self.all_steps()))

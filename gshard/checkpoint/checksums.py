@@ -71,7 +71,7 @@ def check_description(step: StepFiles) -> list[Damage]:
     try:
         number = StepInfo.read(step).step
     except DamagedInfoError:  # somebody else has written it
-        return [Damage(DESCRIPTION, "is no description of a step")]
+        return [Damage(DESCRIPTION, "is not a description of a step")]
     if number != int(step.name):
         return [Damage(DESCRIPTION, f"is of step {number}: the folder was renamed or copied")]
     return []
@@ -175,7 +175,7 @@ def _damages_of_file(
     arrays = _arrays_in(segments or ())
     try:
         if not step.is_regular(name):  # reading a pipe would block
-            return [Damage(name, "is no regular file")]
+            return [Damage(name, "is not a regular file")]
         if segments is None:
             return []
         expected = sum(length for length, _, _ in segments)

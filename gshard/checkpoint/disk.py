@@ -60,7 +60,8 @@ def as_directory(path: Any) -> Path:
     if bad := [x for x in "*?[\\" if x in str(folder)]:  # of a pattern, as which Orbax reads it
         raise GShardError(
             f"directory={str(path)!r}: the path {folder} contains {' '.join(bad)}. Orbax would not "
-            "find its files there, or find those of other directories. Choose a path without."
+            "find its files there, or find those of other directories. Choose a path without these "
+            "characters."
         )
     return folder
 

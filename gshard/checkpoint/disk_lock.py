@@ -19,7 +19,7 @@ def lock(directory: Path) -> int:
     """Makes this process the only writer, until it unlocks the returned descriptor or ends."""
     path = directory / LOCK
     refused = GShardError(
-        f"{path} is a link or no regular file, and gshard would overwrite what it leads to. "
+        f"{path} is a link or not a regular file, and gshard would overwrite what it leads to. "
         "Remove it."
     )
     # Writing into a pipe would wait for a reader.

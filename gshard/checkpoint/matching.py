@@ -249,7 +249,7 @@ def check_fit(
     used = set(sources.values())
     # A parameter may be read from its master copy, and a master copy may be unused.
     unused = [p for p in stored if not (p in used or p.startswith(MASTER) or _master(p) in used)]
-    wrong = {p: f"  {p} is in the checkpoint alone" for p in unused}
+    wrong = {p: f"  {p} is only in the checkpoint" for p in unused}
     wrong |= {p: f"  {p} is not in the checkpoint" for p, s in sources.items() if s not in stored}
     dtypes = []
     for path, source in sources.items():

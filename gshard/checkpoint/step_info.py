@@ -100,9 +100,9 @@ class StepInfo:
                 )
             if table["format"] < FORMAT:
                 raise GShardError(
-                    f"{files} was written by gshard before its first release (format "
-                    f"{table['format']}, this one reads {FORMAT}). Restore it with that gshard, "
-                    "and take the weights along with gshard.save_safetensors."
+                    f"{files} is in checkpoint format {table['format']}, which this version cannot "
+                    "read. Open it with the version that wrote it, and export the weights with "
+                    "gshard.save_safetensors."
                 )
             return cls.of_table(table)
         except GShardError:

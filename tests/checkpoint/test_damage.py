@@ -380,7 +380,7 @@ def test_a_pipe_that_is_read_before_it_is_compared_does_not_wait(saved, name):
     path = saved.directory / str(saved.newest) / name
     pipe_instead(path)
     checkpointer = gshard.Checkpointer(saved.directory)
-    with pytest.raises(gshard.GShardError, match="cannot be read: it is no regular file"):
+    with pytest.raises(gshard.GShardError, match="cannot be read: it is not a regular file"):
         if name == "gshard.json":
             checkpointer.metadata()
         else:

@@ -37,7 +37,7 @@ def test_a_lock_that_is_no_file_of_its_own_is_refused(tmp_path, kind):
         os.mkfifo(run / LOCK)
     else:
         (run / LOCK).mkdir()
-    words = "has a second hard link" if kind == "hard link" else "is a link or no regular file"
+    words = "has a second hard link" if kind == "hard link" else "is a link or not a regular file"
     with pytest.raises(gshard.GShardError, match=words):
         lock(run)
     assert precious.read_text() == "my only copy"

@@ -166,7 +166,7 @@ def test_plans_name_what_no_checkpoint_has(tmp_path):
         mesh = gshard.make_mesh(devices=jax.devices()[:2])
         pair = (params(), optax.sgd(0.1))
         other, _ = gshard.shard_train_state(pair, mesh, "os", min_shard_size=0)
-        with pytest.raises(gshard.GShardError, match="0/mu/a/codes is in the checkpoint alone"):
+        with pytest.raises(gshard.GShardError, match="0/mu/a/codes is only in the checkpoint"):
             checkpointer.restore(like=other)
 
 

@@ -535,7 +535,7 @@ def test_a_local_tier_beside_a_store(address, tmp_path):
     run, local = Training("os", 2), tmp_path / "local"
     folders = {"every": 2, "local": local, "local_every": 1}
     held = {}
-    with pytest.warns(gshard.GShardWarning, match="step, 3, is in .*local alone"):
+    with pytest.warns(gshard.GShardWarning, match="step, 3, is only in .*local"):
         with gshard.Checkpointer(address, **folders) as checkpointer:
             for step in (1, 2, 3):
                 run.train(step - 1)
