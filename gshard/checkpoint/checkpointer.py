@@ -257,7 +257,10 @@ class Checkpointer:
             writer.begin(contents, lambda: compare_losses(plan_of(state, "save")))
             self._elsewhere = elsewhere
             if writer is self._writer and self._local is not None:
-                self._local.abandon(check_integer("step", step, 0))
+                number, saving = check_integer("step", step, 0), self._local.saving
+                if saving is not None and saving.draft.step > number:  # it is given up too
+                    self._run(self._local, self._local.wait)
+                self._local.abandon(number)
             if not self._asynchronous:
                 self._wait_for(writer)
 

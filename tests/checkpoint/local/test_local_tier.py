@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -351,6 +352,20 @@ def test_steps_after_one_that_is_saved_without_a_restore_are_not_restored(folder
     checkpointer.save(22, run.state, force=True)
     checkpointer.wait()
     assert opened(folders, every=20, local_every=2).latest_step() == 22
+
+
+def test_a_step_that_is_still_written_is_given_up_too(folders, monkeypatch):
+    run, write = Training("os", 2), local_store.write_shards
+
+    def late(*given):
+        time.sleep(0.5)
+        write(*given)
+
+    monkeypatch.setattr(local_store, "write_shards", late)
+    with opened(folders) as checkpointer:
+        checkpointer.save(3, run.state)
+        checkpointer.save(1, run.state, force=True)
+    assert opened(folders).latest_step() == 1
 
 
 def test_steps_after_a_restored_one_are_deleted_before_the_next_save(folders):
