@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -104,13 +105,13 @@ def test_a_launcher_that_is_killed_is_gone_from_the_job(tmp_path):
 class Machine:
     """A launcher in a thread, of one machine."""
 
-    def __init__(self, folder: Path, at: str, *words: object):
+    def __init__(self, folder: Path, at: str, *words: object, arguments: Sequence[str] = ()):
         self.signals: list[int] = []
         self.code: int | None = None
         self.error = ""
         name = f"{time.monotonic()}"
         options = ["--nnodes", "2:3", "--master", at, "--log_dir", folder / name, *words]
-        self._asked = request([*map(str, options), str(folder / "waits.py")])
+        self._asked = request([*map(str, options), str(folder / "waits.py"), *arguments])
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -133,9 +134,9 @@ class Site:
         self.folder, self.at, self.machines = folder, free_address(), list[Machine]()
         (folder / "waits.py").write_text(WAITS.replace("FOLDER", str(folder)))
 
-    def machine(self, *words: object) -> Machine:
+    def machine(self, *words: object, arguments: Sequence[str] = ()) -> Machine:
         """Another machine; the first is the coordinator's."""
-        self.machines.append(Machine(self.folder, self.at, *words))
+        self.machines.append(Machine(self.folder, self.at, *words, arguments=arguments))
         if len(self.machines) == 1:
             until("listening", lambda: self._answers() or self.machines[0].error, 5)
         return self.machines[-1]
@@ -379,11 +380,20 @@ def test_a_machine_that_comes_at_the_very_end_learns_that_the_job_is_over(site, 
     assert go == {"go": {"machine": 2}} and over["over"] == 0
 
 
-def test_a_machine_of_another_command_is_refused(site):
+def test_a_machine_of_another_command_is_refused(site, capsys):
     site.machine()
     other = site.machine("--nproc_per_node", 2)
     other.end()
     assert "started with --nnodes 2:3 --nproc_per_node 2 waits.py, and that of" in other.error
+    assert "is refused: it was started with --nnodes 2:3 --nproc" in capsys.readouterr().err
+
+
+def test_a_job_with_other_arguments_is_refused(site):
+    site.machine(arguments=["--lr", "0.1"])
+    other = site.machine(arguments=["--lr", "0.2"])
+    other.end()
+    found = re.findall(r"waits\.py ARGUMENTS \(checksum (\w{8})\)", other.error)
+    assert len({*found}) == 2 and "another job a --master of its own" in other.error
 
 
 def test_only_machines_that_divide_the_batch_take_part(site, capsys):

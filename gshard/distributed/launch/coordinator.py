@@ -239,9 +239,11 @@ class Coordinator(LineServer):
     def _admit(self, peer: Peer, given: str, name: str, rank: int | None) -> None:
         if given != (own := form(self._asked)):
             fault = (
-                f"this launcher was started with {given}, and that of machine 0 with {own}. Start "
-                "all of them with the same command."
+                f"this launcher was started with {given}, and that of machine 0, at {self._at}, "
+                f"with {own}. Start all machines of a job with the same command, and give another "
+                "job a --master of its own."
             )
+            say(f"gshard: {name} ({peer.host}) is refused: it was started with {given}")
             self.tell(line_of({"error": fault}), peer)
             self.drop(peer)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from typing import Any, NamedTuple
@@ -84,11 +85,18 @@ def run_start(
 
 
 def form(asked: Request) -> str:
-    """What must be the same on all machines, as words of their commands."""
+    """What must be the same on all machines, as words of their commands; it tells jobs apart.
+
+    Of the script's arguments only a checksum, since they may be long, or secret.
+    """
     words = f"--nnodes {asked.elastic} --nproc_per_node {len(asked.variables)}"
     if asked.batch_size is not None:
         words += f" --batch_size {asked.batch_size}"
-    return f"{words} {os.path.basename(asked.script)}"
+    words += f" {'-m ' if asked.module else ''}{os.path.basename(asked.script)}"
+    if asked.arguments:
+        given = "\0".join(asked.arguments).encode(errors="surrogateescape")
+        words += f" ARGUMENTS (checksum {hashlib.sha256(given).hexdigest()[:8]})"
+    return words
 
 
 def notice_loss(connection: socket.socket, seconds: int) -> None:
