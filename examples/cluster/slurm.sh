@@ -37,7 +37,7 @@ srun --kill-on-bad-exit=0 --wait=0 bash -c 'exec gshard launch \
 
 # 75: the job was told to stop, and the state is saved. Requeue it under the same job ID.
 if [ "$rc" = 75 ]; then
-    echo "stopped in order: back into the queue"
+    echo "stopped cleanly: back into the queue"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$rc"

@@ -65,7 +65,7 @@ def compare_batches(
         return
     now = count_examples(shapes)
     if known is None or known[:2] != form[:2]:
-        change = f"this process gave {now} examples of other arrays than before"
+        change = f"this process passed {now} examples whose arrays differ from before"
     elif known == form:
         change = f"the data of this process's first {DATA_COMPARISONS} batches are compared"
     elif (before := count_examples(known[2])) == now:
@@ -99,7 +99,7 @@ def compare_loaders(
 
     `sample` is a checksum of the first and the last example, or 0 if they change from read to read.
     """
-    change = "a for loop over a DataLoader begins on this process"
+    change = "this process starts a `for` loop over a DataLoader"
     description = "\n".join(example)
     facts = {"example": zlib.crc32(description.encode()), "sample": sample}
     own = json.dumps({**state, **facts})

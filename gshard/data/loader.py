@@ -300,9 +300,9 @@ class DataLoader:
         epoch, count = self._epoch, self._num_epochs or 1
         if count > 1 and epoch and not epoch % count and not self._position:
             warn(
-                f"the state was saved after {epoch} epochs, where a `for` loop with "
-                f"num_epochs={count} ends, so this one begins {count} more. If the training was "
-                f"complete, begin it only `if loader.epoch < {epoch}`."
+                f"the state was saved after {epoch} epochs, where a `for` with num_epochs={count} "
+                f"ends, so this `for` loop starts {count} more. If the training was complete, "
+                f"start the loop only `if loader.epoch < {epoch}`."
             )
 
     @short_traceback

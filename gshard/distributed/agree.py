@@ -29,7 +29,7 @@ FAULT_TIMEOUT, FAULT_WARN_AFTER = 30.0, 3.0
 
 _CALLS = {
     "batch": "gives a batch",
-    "loader": "begins a for loop over a DataLoader",
+    "loader": "starts a `for` loop over a DataLoader",
     "state": "shards a train state",
     "auto": "shards a train state at level='auto'",
     "program": "compiles a step",

@@ -150,8 +150,8 @@ def chosen_gpus(argument: str, devices: str | Sequence[int | str] | None) -> lis
             have = f"This process sees {', '.join(visible) or 'no GPU'}."
             instead = "--virtual_devices" if argument.startswith("--") else "virtual_devices"
             raise GShardError(
-                f"{given}: {name or 'an empty name'} is no visible device. {have} For CPU devices "
-                f"give {instead} a number instead."
+                f"{given}: {name or 'an empty name'} is not a visible device. {have} For CPU "
+                f"devices give {instead} a number instead."
             )
     if not found or len(set(found)) < len(found):
         raise GShardError(f"{given}: name at least one device, each once.")

@@ -1,4 +1,4 @@
-"""How a process leaves its job: immediately when it fails, in order when it is preempted.
+"""How a process leaves its job: immediately when it fails, cleanly when it is preempted.
 
 At exit JAX waits up to minutes for all other processes, which wait in a collective for this one;
 then C++ ends them. So a failed process ends itself before JAX's exit functions run: its sockets
@@ -221,7 +221,7 @@ def _listen() -> None:
         if not alone:  # JAX listens for SIGTERM, in a thread of its own
             return
         raise CallOrderError(
-            "preempted() listens for SIGTERM, which Python allows in the main thread alone: call "
+            "preempted() listens for SIGTERM, which Python allows only in the main thread: call "
             "it there first."
         )
     # The signal may come again: from the scheduler, and from the launcher too.

@@ -70,8 +70,8 @@ def check_source(source: Any, mesh: Any) -> None:
     count = jax.process_count()
     if rank >= count:
         raise GShardError(
-            f"broadcast_from={rank} is not a process: there are {count}, counted from 0. Give the "
-            "rank of the process whose values all of them take, such as 0."
+            f"broadcast_from={rank} is not the rank of a process: there are {count}, counted "
+            "from 0. Give the rank of the process whose values all of them take, such as 0."
         )
     if isinstance(mesh, Mesh) and rank not in {d.process_index for d in mesh.devices.flat}:
         raise GShardError(

@@ -320,7 +320,7 @@ def test_it_goes_on_bit_by_bit(stop, devices):
     if stop < 12:
         assert rows_of(later) == wanted[stop:]
     else:
-        with pytest.warns(gshard.GShardWarning, match=r"begins 2 more.* `if loader.epoch < 2`"):
+        with pytest.warns(gshard.GShardWarning, match=r"starts 2 more.* `if loader.epoch < 2`"):
             assert rows_of(later) == third
     assert later.epoch == (2 if stop < 12 else 4)
 

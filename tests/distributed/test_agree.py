@@ -85,7 +85,7 @@ DIFFERENT = {
               "broadcast_from=0"),
     "seeds_at_p_g_os": ("params/v, params/w on process 1 differ from process 0",),
     "broadcast_on_one": ("differ in broadcast_from: None on process 0, 0 on process 1",),
-    "broadcast_from_nobody": ("broadcast_from=2 is not a process: there are 2",),
+    "broadcast_from_nobody": ("broadcast_from=2 is not the rank of a process: there are 2",),
     "mesh": ("differ in the mesh: {'data': 4} on process 0", "Make the same mesh on every"),
     "kept": ("differ in the use of the mesh axes: data axes ('expert', 'data')", "the same keep="),
     "level": ("differ in the level: os on process 0, p_g_os on process 1",),
@@ -260,8 +260,8 @@ def test_the_same_batches_raise_nothing(found, case):
 def test_of_32_processes_the_one_that_makes_another_call_is_named():
     texts = {rank: "batch\n" if rank != 24 else "loader\n" for rank in range(32)}
     said = (
-        "gives a batch on processes 0, 1, 2, 3, 4 and 26 more, begins a for loop over a DataLoader "
-        "on process 24. All of them"
+        "gives a batch on processes 0, 1, 2, 3, 4 and 26 more, starts a `for` loop over a "
+        "DataLoader on process 24. All of them"
     )
     with pytest.raises(GShardError, match=said):
         check_same_call(texts, "batch")

@@ -208,7 +208,7 @@ def test_machines_that_come_are_taken_up_in_order(site, capsys):
     site.go()
     assert [machine.end() for machine in site.machines] == [0, 0, 0]
     said = capsys.readouterr().err
-    assert "other machines have come: stopping all processes in order" in said
+    assert "other machines have come: stopping all processes cleanly" in said
     assert "starting all processes again in" not in said, "it is no failure"
 
 
@@ -490,4 +490,4 @@ def _lose_and_bring_back(hosts, folder: Path, how: str) -> None:
     events = [json.loads(x) for x in (folder / "log" / "events.jsonl").read_text().splitlines()]
     starts = [x for x in events if x["event"] == "start" and x["rank"] is None]
     assert [x["machines"] for x in starts] == [4, 3, 4]
-    assert "other machines have come: stopping all processes in order" in said()
+    assert "other machines have come: stopping all processes cleanly" in said()

@@ -228,8 +228,8 @@ def met(at: Address, rank: int, count: int, seconds: float) -> Check:
     try:
         meet(at, count, rank, seconds, bool(os.environ.get(env_vars.PORT_IS_KEPT)))
     except NotArrivedError as error:
-        fix = "start the doctor on every machine as the training, within --timeout of each other, "
-        fix += f"and let firewalls allow port {at.port}"
+        fix = "start the doctor on every machine in the same way as the training, within --timeout "
+        fix += f"of each other, and let firewalls allow port {at.port}"
         return Check("coordinator", "fail", str(error), fix)
     except GShardError as error:  # says how to fix it
         return Check("coordinator", "fail", str(error))

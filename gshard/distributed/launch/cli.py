@@ -49,7 +49,7 @@ _EXAMPLES = """examples:
       on each of up to four machines: an elastic job, which goes on with those that are left
 exit code:
   that of the first process to fail (128 + the signal that killed it); 75 when the job was told to
-  stop (SIGTERM, SIGUSR1, SIGHUP) and all processes did so in order; 130 after Ctrl-C
+  stop (SIGTERM, SIGUSR1, SIGHUP) and all processes stopped cleanly; 130 after Ctrl-C
 """
 
 # Options that scripts rarely have themselves.
@@ -118,7 +118,7 @@ def _run(asked: Request, signals: list[int]) -> int:
         code, said = outcome.summary
         if code == 0 and outcome.signal == signal.SIGINT:  # the next command of a script waits
             code = 128 + signal.SIGINT
-            said = "gshard: the job was ended by SIGINT, and all processes stopped in order"
+            said = "gshard: the job was ended by SIGINT, and all processes stopped cleanly"
         if said:
             say(said)
         events.write("exit", seconds=time.monotonic() - began, code=code)
@@ -387,7 +387,7 @@ def _check_machines(asked: Request) -> None:
         return  # to try it out: all launchers are on this machine
     if is_unspecified(master.host):
         raise GShardError(
-            f"--master {master} is no address that other machines can reach. Name the one by "
+            f"--master {master} is not an address that other machines can reach. Name the one by "
             "which they reach machine 0."
         )
     # Debian and Ubuntu write a machine's own name into its /etc/hosts as 127.0.1.1.

@@ -143,7 +143,7 @@ class Coordinator(LineServer):
             else:
                 enough = None
                 least = sizes.fitting[0]
-                waits.remind(lambda n=least: f"{self._here}, waiting for {n} at least", self._say)
+                waits.remind(lambda n=least: f"{self._here}, waiting for at least {n}", self._say)
                 if waits.left <= 0:
                     alone = f" {self._at.host} is this machine alone."
                     raise NotArrivedError(
@@ -174,14 +174,14 @@ class Coordinator(LineServer):
         return start, port
 
     def poll(self) -> None:
-        """Serves the others while processes run; stops all in order for machines that have come."""
+        """Serves the others while processes run; stops all cleanly for machines that have come."""
         self._serve()
         every, running = self._asked.join_every, 1 + len(self._taking_part)
         is_due = every and time.monotonic() > self._since + 60 * every
         if is_due and not self.end and not self.stop:
             if self._sizes.of(len(self.peers) + 1) > running:
                 self.stop = True
-                self._say("other machines have come: stopping all processes in order")
+                self._say("other machines have come: stopping all processes cleanly")
                 self._events.write("restart", why="other machines have come")
 
     @property

@@ -49,7 +49,7 @@ class End:
 
     @property
     def failed(self) -> bool:
-        """Whether it neither finished nor stopped in order when it was told to."""
+        """Whether it neither finished nor stopped cleanly when it was told to."""
         return self.code not in (0, PREEMPTED_EXIT_CODE) or self.cut_off
 
     @property
@@ -68,7 +68,7 @@ class End:
 
 def first_cause(ends: Sequence[End]) -> End:
     """Returns the end that explains the others: the first one that does not follow from another."""
-    # One that stopped in order explains nothing where another has failed.
+    # One that stopped cleanly explains nothing where another has failed.
     failed = [end for end in ends if end.failed] or [end for end in ends if end.code]
     return min(failed, key=lambda end: (end.follows, not end.stopped, end.seconds))
 

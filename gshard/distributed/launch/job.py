@@ -68,7 +68,7 @@ class Orders(Protocol):
     """What the other machines of an elastic job ask of this one while its processes run.
 
     Attributes:
-      stop: whether the processes are to stop in order.
+      stop: whether the processes are to stop cleanly.
       end: why they are to be ended; empty while they are not.
     """
 
@@ -107,7 +107,7 @@ class Outcome(NamedTuple):
         if codes == {0} and in_order:
             return 0, ""
         if codes and in_order:
-            said = "gshard: the job was told to stop, and all processes did so in order"
+            said = "gshard: the job was told to stop, and all processes stopped cleanly"
             return PREEMPTED_EXIT_CODE, said
         if self.signal is not None and not self.failed:
             said = f"gshard: the job was ended by {signal.Signals(self.signal).name}"

@@ -114,7 +114,7 @@ class Restarts:
         self._row += 1
         if self._row > self._most:
             return Decision(
-                False, 0.0, f"--max_restarts {self._most} allows no more without progress"
+                False, 0.0, f"no restarts left: --max_restarts {self._most} without progress"
             )
         seconds = min(2.0 ** (self._row - 1), _LONGEST)
         return Decision(True, seconds, f"{self._row} of {self._most}{further}")

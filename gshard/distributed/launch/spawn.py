@@ -240,7 +240,7 @@ class Spawned:
 
         Raises:
           ProcessFailedError: one failed. The others have been ended.
-          SystemExit: with the code 75, when the job was told to stop and did so in order.
+          SystemExit: with the code 75, when the job was told to stop, and all stopped cleanly.
         """
         seconds = math.inf if timeout is None else timeout
         deadline = time.monotonic() + seconds

@@ -318,7 +318,7 @@ def test_told_to_stop_all_stop_at_the_same_step(tmp_path, number):
         saved = re.findall(r"\[rank (\d)\] saved at (\d+)", job.out)
         assert sorted(rank for rank, _ in saved) == ["0", "1"]
         assert len({step for _, step in saved}) == 1
-        assert "told to stop, and all processes did so in order" in job.err
+        assert "told to stop, and all processes stopped cleanly" in job.err
         job.assert_nobody_left()
 
 
@@ -344,7 +344,7 @@ def test_scripts_that_handle_ctrl_c_do_not_let_the_next_job_start(tmp_path):
         job.process.send_signal(signal.SIGINT)
         assert job.code() == 130, job.err
         assert job.out.count("saved") == 2
-        assert "ended by SIGINT, and all processes stopped in order" in job.err
+        assert "ended by SIGINT, and all processes stopped cleanly" in job.err
 
 
 def test_a_signal_to_one_process_stops_all(tmp_path):
@@ -465,7 +465,10 @@ BAD = {
     ),
     "python": (["python3", SCRIPT], "leave out 'python3': gshard launch itself starts Python"),
     "no suffix": ([SCRIPT.removesuffix(".py")], "job_worker.py'?"),
-    "GPUs by another name": (["--selected-gpus=9", SCRIPT], "--selected_gpus='9': 9 is no visible"),
+    "GPUs by another name": (
+        ["--selected-gpus=9", SCRIPT],
+        "--selected_gpus='9': 9 is not a visible",
+    ),
     "a module without -m": (["my.module"], "For a module say -m"),
     "unknown option": (["--nproc_per_nod", "2", SCRIPT], "Did you mean '--nproc_per_node'?"),
     "unknown option with =": (["--restarts=2", SCRIPT], "Did you mean '--max_restarts'?"),
@@ -530,15 +533,15 @@ BAD = {
     ),
     "no address of a machine": (
         ["--nnodes", "2", "--rank", "0", "--master", "0.0.0.0:1", SCRIPT],
-        "--master 0.0.0.0:1 is no address that other machines can reach",
+        "--master 0.0.0.0:1 is not an address that other machines can reach",
     ),
     "no address of a machine for a range": (
         ["--nnodes", "2:4", "--master", "[::]:1", SCRIPT],
-        "is no address that other machines can reach",
+        "is not an address that other machines can reach",
     ),
     "no port": (["--master", "here", SCRIPT], "'host:port'"),
     "port too high": (["--master", "here:70000", SCRIPT], "70000 is not a port"),
-    "no GPU": (["--gpus", "0", SCRIPT], "--gpus='0': 0 is no visible device"),
+    "no GPU": (["--gpus", "0", SCRIPT], "--gpus='0': 0 is not a visible device"),
     "GPUs and CPUs": (["--gpus", "0", "--virtual_devices", "2", SCRIPT], "--gpus 0 names GPUs"),
     "no heartbeat": (["--heartbeat_timeout", "0", SCRIPT], "--heartbeat_timeout=0"),
     "no devices": (["--virtual_devices", "0", SCRIPT], "--virtual_devices=0"),
@@ -722,7 +725,7 @@ def test_a_cluster_that_starts_the_launcher_several_times_is_said(monkeypatch, c
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--gpus", "0"], "0 is no visible device. This process sees 4, 5, 6"),
+        (["--gpus", "0"], "0 is not a visible device. This process sees 4, 5, 6"),
         (["--gpus", "4,4"], "each once"),
         (["--gpus", "4,5,6", "--nproc_per_node", "2"], "split evenly between 2 processes"),
         (["--nproc_per_node", "100"], "100 processes need a GPU each"),

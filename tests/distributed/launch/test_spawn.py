@@ -338,7 +338,7 @@ BAD = {
     ),
     "devices": (
         lambda: gshard.distributed.spawn(functions.waits, gpus="9"),
-        "gpus='9': 9 is no visible device. This process sees no GPU. For CPU devices give virtual_",
+        "gpus='9': 9 is not a visible device. This process sees no GPU. For CPU devices give virt",
     ),
     "both": (
         lambda: gshard.distributed.spawn(functions.waits, devices="0", virtual_devices=2),
@@ -367,7 +367,7 @@ def test_bad_input_is_refused_before_anything_starts(case, monkeypatch):
     [
         ("0,1", {"nprocs": 100}, RuntimeError, "100 processes need a GPU each"),
         ("0,1", {"nprocs": 2, "gpus": "0"}, ValueError, "split evenly between 2 processes"),
-        ("0,1", {"nprocs": 2, "gpus": "0,7"}, ValueError, "7 is no visible device"),
+        ("0,1", {"nprocs": 2, "gpus": "0,7"}, ValueError, "7 is not a visible device"),
         ("0,1", {"nprocs": 2, "gpus": "0,0"}, ValueError, "each once"),
     ],
 )

@@ -187,7 +187,7 @@ ROWS = {
         lambda _: restored(lambda s: {**s, "position": 99}), "99", "4 batches"
     ),
     "the state of a finished for of 3 epochs": warned(
-        lambda _: finished_twice(3), "begins 3 more.", "`if loader.epoch < 3`"
+        lambda _: finished_twice(3), "starts 3 more.", "`if loader.epoch < 3`"
     ),
     "the state of a finished loop over 3 epochs": right(lambda _: finished_twice(1)),
     "a loader's state with the data in another order": refused(
