@@ -100,6 +100,8 @@ def meaning(end: End, memory_kills: int = 0) -> str:
             "functions, as os._exit(0) does, while the others went on."
         )
     if end.code == -signal.SIGKILL:
+        if end.asked:
+            return "It had not stopped when it was told to."
         if memory_kills:
             return f"Its machine's kernel killed {memory_kills} process(es). {_OUT_OF_MEMORY}"
         return "It was killed by hand (kill -9), or by a memory limit of its container."

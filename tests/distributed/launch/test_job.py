@@ -868,6 +868,7 @@ def test_a_job_that_hung_is_reported_by_what_its_watchdog_said():
     ("end", "said"),
     [
         (End(0, -9), "kill -9"),
+        (End(0, -9, asked=True), "It had not stopped when it was told to."),
         (End(0, 1, (), "jaxlib.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory"), "smaller"),
         (End(0, 1, (), "RESOURCE_EXHAUSTED: x: No space left on device"), "A disk is full"),
         (End(0, 1, (), "OSError: [Errno 122] Disk quota exceeded: 'x'"), "a quota is used up"),
