@@ -12,12 +12,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from gshard.models.training import need
+
 SLICE = 128  # tokens, at most; a shorter sequence is one slice
 _NARROW = 32  # slices whose gradients are added up in the dtype of what they all read
 
 
 def slice_of(tokens: int) -> int:
     """Tokens of a slice; the last is padded where equal slices would be twice as many."""
+    need(tokens > 0, "a sequence must have at least 1 token")
     fewest = -(-tokens // SLICE)
     count = next((n for n in range(fewest, 2 * fewest) if tokens % n == 0), fewest)
     return -(-tokens // count)

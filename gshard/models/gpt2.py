@@ -87,10 +87,18 @@ class GPT2(nn.Module):
     dtype: Any = jnp.float32
     remat: Any = None
 
+    def __post_init__(self) -> None:
+        counts = self.layers, self.width, self.heads, self.vocabulary, self.positions
+        need(min(counts) > 0, f"layers, width, ... = {counts} must each be at least 1")
+        fits = self.width % self.heads == 0
+        need(fits, f"width={self.width} must be a multiple of heads={self.heads}")
+        super().__post_init__()
+
     @nn.compact
     def __call__(self, tokens_BxT: jax.Array, next_BxT: jax.Array | None = None) -> jax.Array:
         D, V, T = self.width, self.vocabulary, tokens_BxT.shape[1]
-        need(T <= self.positions, f"at most positions={self.positions} tokens, not {T}")
+        possible = 0 < T <= self.positions
+        need(possible, f"a sequence must have 1 to positions={self.positions} tokens, not {T}")
         embed = nn.Embed(V, D, dtype=self.dtype, embedding_init=START, name="embed")
         place = nn.Embed(
             self.positions, D, dtype=self.dtype, embedding_init=START, name="positions"
@@ -168,9 +176,7 @@ def setup(
       precision, optimizer, learning_rate, seed: see `setup_of`.
     """
     sequence = positions if sequence is None else sequence
-    need(min(layers, heads, vocabulary, sequence) > 0, "each is at least 1")
-    need(width > 0 and width % heads == 0, f"width={width} is a multiple of heads={heads}")
-    need(sequence <= positions, f"sequence={sequence} is at most positions={positions}")
+    need(sequence <= positions, f"sequence={sequence} must be at most positions={positions}")
     return setup_of(
         GPT2(
             layers,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.models.by_slices import SLICE, attend, cross_entropy, slice_of
+from gshard.models.by_slices import attend, cross_entropy, slice_of
 from gshard.models.training import (
     DTYPES,
     REMAT,
@@ -80,11 +80,11 @@ class Sizes:
 
     def __post_init__(self) -> None:
         counts = self.layers, self.width, self.heads, self.kv_heads, self.mlp, self.vocabulary
-        need(min(counts) > 0, f"{self}: all of them are at least 1")
-        need(
-            self.width % (2 * self.heads) == 0 and self.heads % self.kv_heads == 0,
-            f"{self}: kv_heads divides heads, and each head has an even part of the width",
-        )
+        need(min(counts) > 0, f"{self}: each must be at least 1")
+        pairs = 2 * self.heads
+        need(self.width % pairs == 0, f"width={self.width} must be a multiple of 2 x heads={pairs}")
+        fits = self.heads % self.kv_heads == 0
+        need(fits, f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
 
 
 def hold(x: jax.Array, batch_sharding: NamedSharding | None) -> jax.Array:
@@ -253,7 +253,7 @@ def from_config(
         mlp=config["intermediate_size"],
         vocabulary=config["vocab_size"],
         tied=config.get("tie_word_embeddings", False),
-        theta=rope.get("rope_theta") or config.get("rope_theta", 10000.0),
+        theta=rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
         epsilon=config.get("rms_norm_eps", 1e-6),
         stretch=stretch,
     )
@@ -283,7 +283,7 @@ def setup(
 
     Args:
       layers, width, heads, kv_heads, mlp, vocabulary, tied, theta: see `Sizes`.
-      sequence: tokens of one example, a multiple of 128 or fewer.
+      sequence: tokens of one example.
       dtype: `"bfloat16"` or `"float32"`, what is computed in.
       remat: what is kept of a layer for the backward pass: `"none"` computes nothing again,
         `"dots"` keeps the products with weights, `"full"` keeps a layer's input alone.
@@ -291,10 +291,6 @@ def setup(
       precision, optimizer, learning_rate, seed: see `setup_of`.
     """
     sizes = Sizes(layers, width, heads, kv_heads, mlp, vocabulary, tied, theta)
-    need(
-        sequence > 0 and sequence % min(SLICE, sequence) == 0,
-        f"sequence={sequence} is a multiple of {SLICE}, or shorter",
-    )
     computed = named("dtype", dtype, DTYPES), named("remat", remat, REMAT)
     known = {name: name for name in ("slices", "ring", "ulysses", "gather")}
     return setup_of(

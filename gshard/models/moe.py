@@ -13,6 +13,7 @@ that one takes of a group, F width of its MLP, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import gshard
 from gshard.expert.routing import places_of
 from gshard.models import llama
-from gshard.models.by_slices import SLICE, cross_entropy, slice_of
+from gshard.models.by_slices import cross_entropy, slice_of
 from gshard.models.training import DTYPES, REMAT, STACK, named, need, setup_of, stack_of
 
 # "exchange" saves what other devices sent to experts and back, so that it is sent once.
@@ -54,8 +55,11 @@ class Routing:
     balance: float = 0.04
 
     def __post_init__(self) -> None:
-        need(0 < self.chosen <= self.experts, f"{self}: chosen is from 1 to experts")
-        need(self.group > 0 and self.capacity > 0, f"{self}: group and capacity are above 0")
+        possible = 0 < self.chosen <= self.experts
+        need(possible, f"chosen={self.chosen} must be from 1 to experts={self.experts}")
+        need(self.group > 0, f"group={self.group} must be at least 1")
+        possible = 0 < self.capacity < math.inf
+        need(possible, f"capacity={self.capacity} must be a number above 0, such as 1.25")
 
     def slots(self, tokens: int) -> int:
         """Tokens that an expert takes of a group."""
@@ -79,7 +83,8 @@ class Experts(nn.Module):
     def __call__(self, x_BxTxD: jax.Array) -> Any:
         (B, T, D), F, X = x_BxTxD.shape, self.mlp, self.routing.experts
         S = min(self.routing.group, T)
-        need(T % S == 0, f"the length of a sequence is a multiple of group={S}, not {T}")
+        fits = T > 0 and T % S == 0
+        need(fits, f"a sequence of {T} tokens must be a multiple of group={self.routing.group}")
         C = self.routing.slots(S)
         x_GxSxD = x_BxTxD.reshape(B * T // S, S, D)
 
@@ -184,7 +189,7 @@ def setup(
     Args:
       layers, width, heads, kv_heads, mlp, vocabulary, theta: see `llama.Sizes`.
       experts, chosen, capacity, group: see `Routing`.
-      sequence: tokens of one example, a multiple of 128 and of `group`, or fewer.
+      sequence: tokens of one example, a multiple of `group`, or fewer.
       dtype: `"bfloat16"` or `"float32"`, what is computed in, but for the router.
       remat: what is kept of a layer for the backward pass: `"none"` computes nothing again,
         `"dots"` keeps the products with weights of attention, `"full"` keeps a layer's input alone,
@@ -193,11 +198,8 @@ def setup(
     """
     sizes = llama.Sizes(layers, width, heads, kv_heads, mlp, vocabulary, theta=theta)
     routing = Routing(experts, chosen, capacity, group)
-    for name, part in (("128", SLICE), (f"group={group}", group)):
-        need(
-            sequence > 0 and sequence % min(part, sequence) == 0,
-            f"sequence={sequence} is a multiple of {name}",
-        )
+    fits = sequence < group or sequence % group == 0
+    need(fits, f"sequence={sequence} must be a multiple of group={group}, or shorter")
     return setup_of(
         MoE(sizes, routing, named("dtype", dtype, DTYPES), named("remat", remat, _REMAT)),
         sequence,

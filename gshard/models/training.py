@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 
 import gshard
 from gshard._util.errors import did_you_mean
+from gshard._util.validation import shown
 
 STACK = "layers"  # the parameters of all layers, one on another
 
@@ -69,6 +70,7 @@ def setup_of(
         communicated in 2 bytes, and a float32 master copy is sharded like the moments.
       seed: of the parameters.
     """
+    need(sequence > 0, f"sequence={sequence} must be at least 1")
     tx = named("optimizer", optimizer, OPTIMIZERS)(learning_rate)
 
     def init() -> TrainState:
@@ -109,6 +111,11 @@ def required(config: Mapping[str, Any], *names: str) -> None:
 
 def only_with(config: Mapping[str, Any], **known: Any) -> None:
     """Refuses a `config.json` of Hugging Face that says something else than a model here does."""
+    if not isinstance(config, Mapping):
+        raise gshard.GShardError(
+            f"from_config({shown(config)}): pass what config.json says, "
+            "json.loads(path.read_text()), or config.to_dict() of a configuration of transformers."
+        )
     other = [f"{x}={config[x]!r}" for x, value in known.items() if config.get(x, value) != value]
     if other:
         wanted = ", ".join(f"{name}={value!r}" for name, value in known.items())
@@ -118,6 +125,6 @@ def only_with(config: Mapping[str, Any], **known: Any) -> None:
 
 
 def need(possible: bool, what: str) -> None:
-    """Refuses sizes that do not fit each other; `what` says which are possible."""
+    """Refuses sizes that do not fit each other; `what` says which must be."""
     if not possible:
         raise gshard.GShardError(f"These sizes do not fit together: {what}.")

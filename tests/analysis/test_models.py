@@ -87,18 +87,19 @@ def test_a_config_can_be_planned_with(path):
 @pytest.mark.parametrize(
     ("make", "given", "said"),
     [
-        (llama, {"heads": 3}, "kv_heads divides heads"),
-        (llama, {"kv_heads": 5}, "kv_heads divides heads"),
+        (llama, {"heads": 3}, "width=4096 must be a multiple of 2 x heads=6"),
+        (llama, {"kv_heads": 5}, "heads=32 must be a multiple of kv_heads=5"),
         (llama, {"layers": 0}, "at least 1"),
-        (llama, {"sequence": 200}, "sequence=200 is a multiple of 128"),
-        (llama, {"sequence": 0}, "sequence=0"),
+        (llama, {"sequence": 0}, "sequence=0 must be at least 1"),
         (llama, {"remat": "ful"}, "remat='ful' is unknown. Did you mean 'full'?"),
         (llama, {"dtype": "int8"}, "Choose one of bfloat16, float32"),
         (gpt2, {"optimizer": "adam"}, "Did you mean 'adamw'?"),
-        (gpt2, {"heads": 7}, "width=768 is a multiple of heads=7"),
-        (gpt2, {"sequence": 2048}, "at most positions=1024"),
-        (moe, {"chosen": 9}, "chosen is from 1 to experts"),
-        (moe, {"sequence": 640}, "sequence=640 is a multiple of group=512"),
+        (gpt2, {"heads": 7}, "width=768 must be a multiple of heads=7"),
+        (gpt2, {"sequence": 2048}, "sequence=2048 must be at most positions=1024"),
+        (moe, {"chosen": 9}, "chosen=9 must be from 1 to experts=8"),
+        (moe, {"sequence": 640}, "sequence=640 must be a multiple of group=512"),
+        (moe, {"sequence": 0}, "sequence=0 must be at least 1"),
+        (moe, {"capacity": float("inf")}, "capacity=inf must be a number above 0"),
     ],
 )
 def test_sizes_that_cannot_be(make, given, said):
@@ -215,8 +216,10 @@ def through_experts(x_BxTxD, **routing):
 
 
 def test_a_group_is_of_one_sequence():
-    with pytest.raises(gshard.GShardError, match="multiple of group=16, not 24"):
-        through_experts(jnp.zeros((2, 24, D)), group=16)
+    for tokens in (24, 0):
+        said = f"a sequence of {tokens} tokens must be a multiple of group=16"
+        with pytest.raises(gshard.GShardError, match=said):
+            through_experts(jnp.zeros((2, tokens, D)), group=16)
 
 
 def test_every_token_goes_to_its_experts():

@@ -31,8 +31,27 @@ def test_sizes():
 
 
 def test_tokens_without_a_position_are_refused():
-    with pytest.raises(gshard.GShardError, match="at most positions=17 tokens, not 18"):
+    with pytest.raises(gshard.GShardError, match="must have 1 to positions=17 tokens, not 18"):
         gpt2.from_config(GPT2).init(jax.random.key(0), jnp.zeros((1, 18), int))
+
+
+@pytest.mark.parametrize(("model", "config"), [(gpt2, GPT2), (llama, LLAMA)])
+def test_a_sequence_without_tokens_is_refused(model, config):
+    none = jnp.zeros((1, 0), int)
+    with pytest.raises(gshard.GShardError, match="a sequence must have"):
+        model.from_config(config).init(jax.random.key(0), none)
+
+
+def test_heads_that_do_not_share_the_width_of_gpt2():
+    with pytest.raises(gshard.GShardError, match="width=24 must be a multiple of heads=5"):
+        gpt2.from_config(GPT2 | {"n_head": 5})
+
+
+@pytest.mark.parametrize("config", ["folder/config.json", object()])
+@pytest.mark.parametrize("model", [gpt2, llama])
+def test_what_is_no_mapping_is_refused(model, config):
+    with pytest.raises(gshard.GShardError, match="pass what config.json says"):
+        model.from_config(config)
 
 
 def test_rotary_positions_in_the_words_of_old_and_new_files():
@@ -43,6 +62,7 @@ def test_rotary_positions_in_the_words_of_old_and_new_files():
     assert (sizes.theta, sizes.stretch) == (500.0, llama.Stretch(8.0, 1.0, 4.0, 16))
     plain = llama.from_config(LLAMA | {"rope_scaling": None, "rope_theta": 500.0}).sizes
     assert (plain.theta, plain.stretch) == (500.0, None)
+    assert llama.from_config(LLAMA | {"rope_theta": None}).sizes.theta == 10000.0
 
 
 @pytest.mark.parametrize(
