@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 LEVELS = {"dp", "os", "os_g", "p_g_os"}
 COLLECTIVES = {
@@ -14,16 +15,29 @@ COLLECTIVES = {
 PICKLES = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything imported; for `from a import b` both `a` and `a.b`."""
+class Import(NamedTuple):
+    """`import module as known` or `from module import name as known`."""
+
+    line: int
+    module: str
+    name: str  # empty for the former
+    known: str
+
+    @property
+    def full(self) -> str:
+        return f"{self.module}.{self.name}" if self.name else self.module
+
+
+def imports(tree: ast.AST) -> Iterator[Import]:
+    """Everything that is imported; the module of a relative import begins with dots."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield node.lineno, node.module or ""
+                yield Import(node.lineno, alias.name, "", alias.asname or "")
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
             for alias in node.names:
-                yield node.lineno, f"{node.module}.{alias.name}"
+                yield Import(node.lineno, module, alias.name, alias.asname or alias.name)
 
 
 def dotted(node: ast.AST) -> str:
@@ -36,10 +50,12 @@ def dotted(node: ast.AST) -> str:
 
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every name and attribute that is read."""
+    """(line, dotted name) of every name and attribute that is read, as its module calls it."""
+    known = {x.known: x.full for x in imports(tree) if x.known}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute):
-            yield node.lineno, dotted(node)
+            first, dot, rest = dotted(node).partition(".")
+            yield node.lineno, known.get(first, first) + dot + rest
 
 
 def level_tests(source: str) -> list[str]:
@@ -67,25 +83,26 @@ def level_tests(source: str) -> list[str]:
 def collective_calls(source: str) -> list[str]:
     """Uses of a collective of `jax.lax`, however it was imported."""
     tree = ast.parse(source)
-    found = [
+    found = [(x.line, x.full) for x in imports(tree)] + list(names(tree))
+    return [
         f"line {line}: {name}"
-        for line, name in names(tree)
+        for line, name in found
         if name.split(".")[-1] in COLLECTIVES and "lax" in name.split(".")[:-1]
     ]
-    return found + [
-        f"line {line}: import of {name}"
-        for line, name in imports(tree)
-        if name.startswith("jax.lax.") and name.split(".")[-1] in COLLECTIVES
+
+
+def imports_of(packages: Collection[str], source: str) -> list[str]:
+    """Imports of these packages."""
+    return [
+        f"line {x.line}: import of {x.full}"
+        for x in imports(ast.parse(source))
+        if x.module.split(".")[0] in packages
     ]
 
 
 def flax_imports(source: str) -> list[str]:
     """Imports of Flax."""
-    return [
-        f"line {line}: import of {name}"
-        for line, name in imports(ast.parse(source))
-        if name.split(".")[0] == "flax"
-    ]
+    return imports_of(["flax"], source)
 
 
 def private_jax(source: str) -> list[str]:
@@ -93,7 +110,7 @@ def private_jax(source: str) -> list[str]:
     tree = ast.parse(source)
     found = [
         f"line {line}: {name}"
-        for line, name in [*imports(tree), *names(tree)]
+        for line, name in [*((x.line, x.full) for x in imports(tree)), *names(tree)]
         if name.startswith("jax._src") or name.split(".")[-1] in ("pjit", "pmap")
     ]
     for node in ast.walk(tree):
@@ -107,11 +124,7 @@ def private_jax(source: str) -> list[str]:
 
 def pickles(source: str) -> list[str]:
     """Imports of modules that run code when they read data."""
-    return [
-        f"line {line}: import of {name}"
-        for line, name in imports(ast.parse(source))
-        if name.split(".")[0] in PICKLES
-    ]
+    return imports_of(PICKLES, source)
 
 
 def asserts(source: str) -> list[str]:

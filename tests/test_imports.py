@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.boundaries import imports
+
 PACKAGE = Path(__file__).parents[1] / "gshard"
 
 # A folder imports from itself and from those before it.
@@ -30,22 +32,15 @@ def sources(package: Path) -> dict[str, str]:
     return found
 
 
-def imports(texts: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
+def imports_within(texts: Mapping[str, str]) -> Iterator[tuple[str, str, int]]:
     """(module, module it imports, line); also inside functions and under TYPE_CHECKING."""
     for module, text in texts.items():
-        for node in ast.walk(ast.parse(text)):
-            names = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                assert not node.level, f"{module}, line {node.lineno}: a relative import"
-                for alias in node.names:
-                    inner = f"{node.module}.{alias.name}"
-                    names.append(inner if inner in texts else node.module or "")
-            for name in names:
-                if name.split(".")[0] == "gshard":
-                    assert name in texts, f"{module}, line {node.lineno}: there is no {name}"
-                    yield module, name, node.lineno
+        for found in imports(ast.parse(text)):
+            assert found.module[0] != ".", f"{module}, line {found.line}: a relative import"
+            name = found.full if found.full in texts else found.module
+            if name.split(".")[0] == "gshard":
+                assert name in texts, f"{module}, line {found.line}: there is no {name}"
+                yield module, name, found.line
 
 
 def rank(module: str) -> int:
@@ -57,7 +52,7 @@ def upward(texts: Mapping[str, str]) -> list[str]:
     """Imports from a folder that comes later."""
     return [
         f"{module}, line {line}: imports {name}, which comes later"
-        for module, name, line in imports(texts)
+        for module, name, line in imports_within(texts)
         if rank(name) > rank(module)
         and not (name == "gshard" and module.startswith("gshard.models."))  # as users' models do
     ]
@@ -66,7 +61,7 @@ def upward(texts: Mapping[str, str]) -> list[str]:
 def circles(texts: Mapping[str, str]) -> list[str]:
     """Modules that import each other, directly or not."""
     wanted: dict[str, set[str]] = {module: set() for module in texts}
-    for module, name, _ in imports(texts):
+    for module, name, _ in imports_within(texts):
         wanted[module].add(name)
     while free := [module for module, names in wanted.items() if not names & wanted.keys()]:
         for module in free:
@@ -75,7 +70,7 @@ def circles(texts: Mapping[str, str]) -> list[str]:
     return [f"{module} imports {sorted(names & wanted.keys())}" for module, names in wanted.items()]
 
 
-def test_fourteen_folders_in_the_root():
+def test_folders_in_the_root():
     inside = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert sorted(path.name for path in inside if path.is_dir()) == sorted(FOLDERS)
     files = sorted(path.name for path in inside if path.is_file())
