@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import subprocess
 import time
@@ -15,10 +16,11 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ERRORS = ("error", "warning", "assert")
+LIMIT = 60  # seconds for an answer
 
 
 def find() -> str:
-    """The path of a Chromium, or the test is skipped."""
+    """The path of a Chromium; skips the test where there is none."""
     found = next(filter(None, map(shutil.which, NAMES)), None)
     return found or pytest.skip(f"none of {', '.join(NAMES)} is here: apt install chromium")
 
@@ -61,13 +63,18 @@ class Browser:
         self._number += 1
         message = {"id": self._number, "method": method, "params": params, **self._session}
         os.write(self._to, json.dumps(message).encode() + b"\0")
-        while (answer := self._next()).get("id") != self._number:
+        until = time.monotonic() + LIMIT
+        while (answer := self._next(until)).get("id") != self._number:
             self._note(answer.get("method"), answer.get("params", {}))
         assert "error" not in answer, (method, answer)
         return answer["result"]
 
-    def _next(self) -> dict[str, Any]:
+    def _next(self, until: float) -> dict[str, Any]:
         while b"\0" not in self._read:
+            if not select.select([self._from], [], [], max(0, until - time.monotonic()))[0]:
+                self._process.kill()
+                self._process.wait()
+                raise AssertionError(f"Chromium has not answered in {LIMIT} s")
             more = os.read(self._from, 2**16)
             assert more, "Chromium has ended"
             self._read += more

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests import processes, record
+from tests import browser, processes, record
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,6 +28,16 @@ def test_shared_processes_that_fail_run_once(monkeypatch, tmp_path):
         with pytest.raises(AssertionError, match=r"exit codes \[None, 1\]"):
             processes.run_workers_once(factory, "group", "module")
     assert runs == ["module"]
+
+
+def test_a_browser_that_hangs_is_not_waited_for(monkeypatch, tmp_path):
+    hangs = tmp_path / "chromium"
+    hangs.write_text("#!/bin/sh\nexec sleep 60\n")
+    hangs.chmod(0o755)
+    monkeypatch.setattr(browser, "find", lambda: str(hangs))
+    monkeypatch.setattr(browser, "LIMIT", 0.2)
+    with pytest.raises(AssertionError, match=r"Chromium has not answered in 0\.2 s"):
+        browser.Browser(tmp_path / "profile")
 
 
 # ---- the record ---------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import dataclasses
 import html
 import json
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 from typing import Any
@@ -20,6 +19,7 @@ import gshard
 from gshard.analysis.explain import state_arrays
 from gshard.analysis.html.page import page
 from gshard.cli.main import main
+from tests.browser import find
 
 VOID = {"meta"}
 
@@ -284,7 +284,6 @@ def test_the_paper_has_no_page(folder, capsys):
 
 # ---- in a browser -------------------------------------------------------------------------------
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 OPTIONS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
     --disable-background-networking --disable-component-update --hide-scrollbars
     --enable-logging=stderr --v=0""".split()
@@ -305,14 +304,13 @@ frame.onload = () => {
 @pytest.fixture
 def browse(tmp_path):
     """Runs a browser without a network on a page; gives its output and what it logged."""
-    if BROWSER is None:
-        pytest.skip("there is no chromium or google-chrome here")
+    browser = find()
 
     def run(text: str, *options: str) -> tuple[str, str]:
         file = tmp_path / "page.html"
         file.write_text(text)
         ended = subprocess.run(
-            [BROWSER, *OPTIONS, f"--user-data-dir={tmp_path / 'profile'}", *options, file.as_uri()],
+            [browser, *OPTIONS, f"--user-data-dir={tmp_path / 'profile'}", *options, file.as_uri()],
             capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert ended.returncode == 0, ended.stderr
