@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from gshard.distributed.rendezvous import PortTakenError, ReservedPort
 from tests.processes import clean_environment
@@ -55,17 +58,12 @@ class Job:
     def pids(self) -> dict[int, dict[str, str]]:
         """Environments by pid of all that lives of the job, but for the program itself."""
         found = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit() or int(entry.name) == self.process.pid:
-                continue
-            try:
-                raw = (entry / "environ").read_bytes()
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:  # it has ended, or is not ours
-                continue
-            if self.mark.encode() in raw and state != "Z":
-                pairs = (x.partition(b"=") for x in raw.split(b"\0"))
-                found[int(entry.name)] = {k.decode(): v.decode() for k, _, v in pairs}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it has ended, or is not ours
+                environment = process.environ()
+                marked = environment.get(MARK) == self.mark and process.pid != self.process.pid
+                if marked and process.status() != psutil.STATUS_ZOMBIE:
+                    found[process.pid] = environment
         return found
 
     def ranks(self) -> dict[int, int]:
@@ -87,7 +85,7 @@ class Job:
         end = time.monotonic() + within
         while self.pids() and time.monotonic() < end:
             time.sleep(0.05)
-        assert not self.pids(), [Path(f"/proc/{p}/cmdline").read_bytes() for p in self.pids()]
+        assert not self.pids(), [psutil.Process(pid).cmdline() for pid in self.pids()]
 
     def kill_all(self) -> None:
         for pid in (self.process.pid, *self.pids()):
