@@ -3,10 +3,11 @@
     make gpu-check                       # or: python -m benchmarks.gpu [--output gpu-check]
 
 Every section runs in a process of its own with a limit of seconds; one that fails is recorded with
-its error, and the others go on. All sections end within 25 minutes. `report.md` and
-`report.json` are written after each section. Without an accelerator it uses small models and
-eight virtual devices, which shows that everything runs; the figures then say nothing about GPUs.
-Exits with 1 if a section fails.
+its error and the rows that it had, and the others go on. All sections end within 25 minutes.
+`report.md` and `report.json` are written after each section; of an earlier report of the same
+machine and versions they keep the sections that are not run. Without an accelerator it uses small
+models and eight virtual devices, which shows that everything runs; the figures then say nothing
+about GPUs. Exits with 1 if a section fails.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=8, help="virtual, without an accelerator")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    report = {"schema": SCHEMA, "machine": None, "small": args.small, "calibration": None}
-    sections: list[dict[str, Any]] = []
+    about = {"schema": SCHEMA, "machine": None, "small": args.small, "calibration": None}
+    done: dict[str, dict[str, Any]] = {}
     flags, on_cpu = os.environ.get("XLA_FLAGS", ""), False
     deadline = time.monotonic() + TOTAL
     names = [name for name in SECTIONS if name in ("machine", *args.sections)]
+    kept: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as cache:
         # A program that two sections have is compiled once.
         os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
@@ -62,35 +64,58 @@ def main() -> None:
             if on_cpu and name != "calibration":  # nearly all of the time goes to the compiler
                 os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0".strip()
             seconds = min(SECTIONS[name][1], deadline - time.monotonic())
-            found = section(name, seconds, report["small"], args.devices)
-            report |= {key: found.pop(key) for key in ("machine", "calibration") if key in found}
-            if name == "machine" and (report["machine"] or {}).get("platform") in (None, "cpu"):
-                report["small"] = on_cpu = True
-            sections.append(found)
-            write(args.output, report | {"sections": sections})
+            found = section(name, seconds, about["small"], args.devices)
+            if name == "machine" and not found.get("machine"):  # GPUs may start slowly once
+                found = section(name, seconds, about["small"], args.devices)
+            about |= {key: found.pop(key) for key in ("machine", "calibration") if key in found}
+            done[name] = found
             said = f"{found['error'] or 'ok'}, {seconds_of(found['seconds'])}"
             print(f"[{i}/{len(names)}] {found['title']}: {said}", flush=True)
-            if name == "machine" and report["small"]:
-                print("small models: the figures say nothing about GPUs", flush=True)
+            if name == "machine":
+                if about["machine"] is None:
+                    raise SystemExit("The machine is not known, so no other section is run.")
+                on_cpu = about["machine"]["platform"] == "cpu"
+                about["small"] |= on_cpu
+                kept = earlier(args.output, about)
+                if about["small"]:
+                    print("small models: the figures say nothing about GPUs", flush=True)
+            calibration = about["calibration"] or kept.get("calibration")
+            sections = {one["name"]: one for one in kept.get("sections", [])} | done
+            ordered = [sections[x] for x in SECTIONS if x in sections]
+            write(args.output, about | {"calibration": calibration, "sections": ordered})
     print(f"written: {args.output / 'report.md'}, {args.output / 'report.json'}")
-    if any(found["error"] for found in sections):
+    if any(found["error"] for found in done.values()):
         raise SystemExit(1)
 
 
+def earlier(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """The report that is there already, if it is of the same machine, versions and sizes."""
+    try:
+        found = json.loads((folder / "report.json").read_text())
+        varies = {"memory": about["machine"]["memory"]}  # what can be allocated
+        known = found["schema"], found["small"], found["machine"] | varies
+        if known == (about["schema"], about["small"], about["machine"]):
+            return found
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or only a part of one
+        return {}
+    print(f"{folder / 'report.json'} is of another machine or other versions: it is replaced.")
+    return {}
+
+
 def section(name: str, limit: float, small: bool, devices: int) -> dict[str, Any]:
-    """The result of a section, or why there is none."""
-    began = time.monotonic()
-    found, trouble = None, "left out: earlier sections took all the time"
+    """The result of a section: what it has found, and its error if it did not end well."""
+    began, until = time.monotonic(), time.time() + limit
+    found, trouble = {}, "left out: earlier sections took all the time"
     if limit > 0:
-        probe = "benchmarks.gpu_sections:run"
-        found, trouble, _ = run_probe(probe, limit, section=name, small=small, devices=devices)
-    found = found or {}
+        given = {"section": name, "small": small, "devices": devices, "until": until}
+        found, trouble, _ = run_probe("benchmarks.gpu_sections:run", limit, **given)
+    wrong = found.pop("wrong", None)
     return {
         "name": name,
         "title": SECTIONS[name][0],
         "seconds": time.monotonic() - began,
         "limit": limit,
-        "error": trouble or found.pop("wrong", None),
+        "error": "; ".join(filter(None, (trouble, wrong))) or None,
         "note": found.pop("note", None),
         "rows": found.pop("rows", []),
         **found,
@@ -113,9 +138,10 @@ def markdown(report: dict[str, Any]) -> str:
         lines += [f"**{found['error']}**", ""] if found["error"] else []
         lines += [f"{found['note']}.", ""] if found["note"] else []
         if found["rows"]:
-            heads = list(found["rows"][0])
+            heads = list(dict.fromkeys(key for row in found["rows"] for key in row))
             lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-            lines += ["| " + " | ".join(map(_cell, row.values())) + " |" for row in found["rows"]]
+            rows = [[_cell(row.get(key)) for key in heads] for row in found["rows"]]
+            lines += ["| " + " | ".join(row) + " |" for row in rows]
             lines.append("")
         lines += [f"{seconds_of(found['seconds'])} of at most {found['limit']:.0f} s.", ""]
     return "\n".join(lines)

@@ -5,14 +5,17 @@ its own (`NCCL_HOSTID`), and they are connected by sockets. Collectives, placeme
 those of several GPUs; their times are not. Without a GPU each process has a CPU device, and Gloo
 connects them.
 
-Run by `benchmarks.gpu_sections.ranks` as a process of a `benchmarks.groups.ProcessGroup`.
+Run by `benchmarks.gpu_sections.ranks` as a process of a `benchmarks.groups.ProcessGroup`, with the
+name of the first case.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +27,9 @@ import gshard
 from benchmarks import programs
 from benchmarks.groups import ADDRESS, RANK, SIZE, serve
 from benchmarks.models import gpt
+from gshard.distributed.env_vars import device_shares, visible_gpus
 
+RANKS = 4  # processes that share a GPU
 STEPS = 3
 # AdamW divides by the size of a gradient, which enlarges rounding errors where it is almost zero.
 # On CPU they reach 1e-4 of what training changes in the parameters of a GPT.
@@ -66,11 +71,23 @@ def cases(processes: int) -> dict[str, Case]:
 def make() -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A step that runs the next case and gives its row; nothing to report."""
     rank, size = int(os.environ[RANK]), int(os.environ[SIZE])
-    alone = {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-    os.environ.update(alone)
+    os.environ.update(variables(rank))
+    # Processes of which some find a program in the cache and others compile it wait in vain.
+    jax.config.update("jax_enable_compilation_cache", False)
     gshard.distributed.initialize(os.environ[ADDRESS], size, rank)
-    todo = iter(cases(size).items())
+    todo = itertools.dropwhile(lambda item: item[0] != sys.argv[1], cases(size).items())
     return (lambda: row(*next(todo))), dict
+
+
+def variables(rank: int) -> dict[str, str]:
+    """Of a process: one GPU for all of them, as if each were on a machine of its own."""
+    nccl = {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    nccl |= {"NCCL_NET": "Socket", "NCCL_NET_PLUGIN": "none", "NCCL_MNNVL_ENABLE": "0"}
+    if not (gpus := visible_gpus()):
+        return nccl
+    # Each tunes its kernels itself: XLA would share that work among the processes of a machine.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false".strip()
+    return nccl | {"XLA_FLAGS": flags} | device_shares(1, gpus[:1], None)[0]
 
 
 @functools.cache
@@ -105,9 +122,14 @@ def row(name: str, case: Case) -> dict[str, Any]:
     return {
         "case": name,
         "loss": losses[-1],
-        "loss_off": max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)),
+        "loss_off": loss_distance(losses, wanted),
         "params_off": distance(params, trained, problem.params),
     }
+
+
+def loss_distance(own: list[float], wanted: list[float]) -> float:
+    """The largest relative difference; NaN if one is NaN."""
+    return float(np.max(np.abs(np.divide(own, wanted) - 1)))
 
 
 def distance(own: Any, wanted: Any, start: Any) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import select
@@ -15,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,11 +49,16 @@ class ProcessGroup:
             for rank in range(size)
         ]
 
-    def step(self) -> list[Any]:
-        """What the step gives on every rank, which starts when all have the command."""
+    def step(self, seconds: float = math.inf) -> list[Any]:
+        """What the step gives on every rank, which starts when all have the command.
+
+        Raises:
+          SystemExit: a process has ended, or not answered within so many seconds.
+        """
+        until = time.monotonic() + seconds
         for process in self._processes:
             self._write(process, "step")
-        return [self._read(process) for process in self._processes]
+        return [self._read(process, until) for process in self._processes]
 
     def end(self) -> list[Any]:
         """What every rank reports, at last."""
@@ -76,19 +83,21 @@ class ProcessGroup:
         except BrokenPipeError:
             self._fail()
 
-    def _read(self, process: subprocess.Popen[str]) -> Any:
+    def _read(self, process: subprocess.Popen[str], until: float = math.inf) -> Any:
         assert process.stdout is not None
         while not select.select([process.stdout], [], [], 0.5)[0]:
+            if time.monotonic() > until:
+                self._fail("did not answer in time")
             if any(other.poll() is not None for other in self._processes):
                 self._fail()  # the one that is asked may wait for another in vain
         line = process.stdout.readline()
         return json.loads(line) if line else self._fail()
 
-    def _fail(self) -> Any:
+    def _fail(self, what: str = "ended") -> Any:
         self._said.seek(0)
         said = self._said.read()[-2000:]
         self.stop()
-        raise SystemExit(f"a process of the benchmark ended:\n{said}")
+        raise SystemExit(f"a process of the benchmark {what}:\n{said}")
 
 
 def serve(make: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]) -> None:

@@ -18,12 +18,14 @@ from benchmarks.models import Problem
 class Program(NamedTuple):
     """One train step: runs one and gives its loss.
 
-    `compiled()` is its program, `state()` the full parameters and the optimizer state as stored.
+    `compiled()` is its program, `state()` the full parameters and the optimizer state as stored,
+    `skipped()` the number of steps that were skipped, which only gshard's are.
     """
 
     run: Callable[[], float]
     compiled: Callable[[], Any]
     state: Callable[[], tuple[Any, Any]]
+    skipped: Callable[[], int] = int
 
     @property
     def temporary(self) -> int:
@@ -76,8 +78,10 @@ def by_gshard(problem: Problem, examples: int, level: str, mesh: Any, **shard: A
     first = jax.process_index() * own
     batch = gshard.shard_batch(problem.batch(examples)[first : first + own], plan)
 
+    metrics: dict[str, Any] = {"skipped_steps": 0}
+
     def run() -> float:
-        nonlocal state
+        nonlocal state, metrics
         state, metrics = step(state, batch)
         jax.block_until_ready((state.params, state.opt_state))
         return float(metrics["loss"])
@@ -86,6 +90,7 @@ def by_gshard(problem: Problem, examples: int, level: str, mesh: Any, **shard: A
         run,
         lambda: step.lower(state, batch).compile(),
         lambda: (gshard.full_params(state), state.opt_state),
+        lambda: int(metrics["skipped_steps"]),
     )
 
 

@@ -11,6 +11,7 @@ import pstats
 import statistics
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -22,11 +23,13 @@ import pytest
 from jax.sharding import AxisType
 
 import gshard
-from benchmarks import first_step, gpu_ranks, gpu_sections
+from benchmarks import first_step, gpu, gpu_ranks, gpu_rows, gpu_sections
 from benchmarks.advice import spearman
 from benchmarks.gpu import SCHEMA, SECTIONS, section, write
 from benchmarks.groups import ProcessGroup
+from benchmarks.models import mlp
 from benchmarks.peers import torch_version
+from benchmarks.programs import by_gshard
 from benchmarks.step import cell, table
 from benchmarks.timing import ratio
 from benchmarks.traces import overlap_of, read_trace
@@ -217,7 +220,10 @@ def test_every_section_is_a_function():
     assert all(callable(getattr(gpu_sections, name)) for name in SECTIONS)
 
 
-def test_a_section_that_fails_or_hangs_is_recorded(tmp_path):
+def test_a_section_that_fails_or_hangs_is_recorded(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("JAX_PLATFORMS", "no_such")
+        assert "no_such" in section("machine", 60, True, 8)["error"]
     late = section("machine", 0.2, True, 8)
     assert "timed out" in late["error"] and late["seconds"] < 60
     assert "took all the time" in section("machine", -1.0, True, 8)["error"]
@@ -231,6 +237,239 @@ def test_a_section_that_fails_or_hangs_is_recorded(tmp_path):
     assert (
         json.loads((tmp_path / "report.json").read_text())["sections"][1]["rows"][0]["off"] is None
     )
+
+
+def told(tmp_path, monkeypatch, found, *args):
+    """What `benchmarks.gpu` does where its sections find this: the calls, and `report.json`."""
+    calls = []
+
+    def fake(name, limit, small, devices):
+        calls.append((name, small, os.environ.get("XLA_FLAGS")))
+        made = {"name": name, "title": name, "seconds": 1.0, "limit": limit, "error": None}
+        return made | {"note": None, "rows": []} | found(name, len(calls))
+
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        monkeypatch.setenv(name, "")  # which is restored after the test
+    monkeypatch.setenv("XLA_FLAGS", "--own")
+    monkeypatch.setattr(gpu, "section", fake)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--output", str(tmp_path), *args])
+    gpu.main()
+    return calls, json.loads((tmp_path / "report.json").read_text())
+
+
+GPU = {"platform": "gpu", "devices": 2, "memory": 10**9}
+
+
+def test_a_gpu_that_starts_late_gets_the_large_models(tmp_path, monkeypatch):
+    """Only a machine that is known to have none gets the small ones, compiled in a hurry."""
+    late = {"error": "timed out"}
+    calls, _ = told(
+        tmp_path,
+        monkeypatch,
+        lambda name, i: late if i == 1 else {"machine": GPU} if name == "machine" else {},
+        "--sections",
+        "step_time",
+    )
+    assert calls == [("machine", False, "--own")] * 2 + [("step_time", False, "--own")]
+    with pytest.raises(SystemExit, match="no other section is run"):
+        told(tmp_path, monkeypatch, lambda *_: late)
+    calls, _ = told(tmp_path, monkeypatch, lambda *_: {"machine": {"platform": "cpu", "memory": 1}})
+    assert all(small and "level=0" in flags for name, small, flags in calls[3:])
+
+
+def test_sections_of_an_earlier_report_are_kept(tmp_path, monkeypatch, capsys):
+    def found(rate, machine):
+        both = {"machine": {"machine": machine}, "calibration": {"calibration": {"link": rate}}}
+        return lambda name, _: both.get(name, {}) | {"rows": [{"rate": rate}]}
+
+    told(tmp_path, monkeypatch, found(1, GPU))
+    given = "--sections", "calibration"
+    _, report = told(tmp_path, monkeypatch, found(2, GPU | {"memory": 10**8}), *given)
+    assert [one["name"] for one in report["sections"]] == list(SECTIONS)
+    assert [one["rows"][0]["rate"] for one in report["sections"]] == [2, 2] + [1] * 8
+    assert report["calibration"] == {"link": 2}
+    _, report = told(tmp_path, monkeypatch, found(3, GPU), "--sections", "ranks")
+    assert report["calibration"] == {"link": 2}
+    assert "replaced" not in capsys.readouterr().out
+    _, report = told(tmp_path, monkeypatch, found(4, GPU | {"devices": 4}), *given)
+    assert [one["name"] for one in report["sections"]] == ["machine", "calibration"]
+    assert "of another machine or other versions: it is replaced" in capsys.readouterr().out
+
+
+def nvidia_smi(folder, monkeypatch, said):
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("JAX_PLATFORMS")
+
+
+def test_what_is_wrong_with_the_gpus_is_in_the_report(tmp_path, monkeypatch):
+    nvidia_smi(tmp_path, monkeypatch, "NVIDIA H100, 580.1, 81559, 40000")
+    found = gpu_sections.machine(True)
+    assert f'JAX uses 0 of 1 NVIDIA GPU: {sys.executable} -m pip install -U "' in found["wrong"]
+    rows = {row["name"]: row["value"] for row in found["rows"]}
+    assert rows["GPU memory"].startswith("other programs hold GPU 0: 41.9 GB of 85.5 GB: end the")
+    assert found["machine"]["driver"] == "580.1"
+
+
+def test_ranks_say_that_a_gpu_is_for_one_process(tmp_path, monkeypatch):
+    gpu_sections.refuse_exclusive_gpus()  # none
+    nvidia_smi(tmp_path, monkeypatch, "Exclusive_Process")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(RuntimeError, match="exclusive-process mode: `nvidia-smi -c DEFAULT`"):
+        gpu_sections.refuse_exclusive_gpus()
+
+
+def test_ranks_share_the_first_visible_gpu(monkeypatch):
+    assert "XLA_FLAGS" not in gpu_ranks.variables(0)  # on the CPU
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("XLA_FLAGS", "--own")
+    found = gpu_ranks.variables(3)
+    assert (found["CUDA_VISIBLE_DEVICES"], found["NCCL_HOSTID"]) == ("2", "machine-3")
+    assert found["XLA_FLAGS"] == "--own --xla_gpu_shard_autotuning=false"
+
+
+def test_a_row_that_fails_leaves_the_others():
+    rows = []
+    for i, error in enumerate([None, ValueError("of\nthis"), SystemExit("ended:\nMyError: x\n")]):
+        with gpu_rows.tried(rows, model=f"m{i}", level="os"):
+            if error:
+                raise error
+            rows.append({"model": "m0", "level": "os", "loss": 1.0})
+    assert [row.get("error") for row in rows] == [None, "ValueError: of this", "MyError: x"]
+    assert gpu_rows.failed(rows, None, "and more") == (
+        "m1 os: ValueError: of this; m2 os: MyError: x; and more"
+    )
+    assert gpu_rows.done(rows) == rows[:1] and gpu_rows.failed(rows[:1]) is None
+
+
+def test_planned_rows_have_the_time_that_is_left(monkeypatch):
+    given = []
+
+    def fake(*args, **more):
+        given.append((args[1], more["devices"]))
+        return ({"model": "a", "level": "b"}, "killed", "") if len(given) == 1 else ({}, "late", "")
+
+    monkeypatch.setattr(gpu_sections, "run_probe", fake)
+    *_, found = gpu_sections.planned(False, 4, time.time() + 65)
+    assert len(given) == 8 and all(55 < s <= 60 and n == 4 for s, n in given)
+    assert found["rows"][:2] == [
+        {"model": "a", "level": "b"},
+        {"model": "gpt-scan", "level": "p_g_os", "error": "RuntimeError: killed"},
+    ]
+    *_, found = gpu_sections.planned(True, 4, time.time() + 600)
+    assert given[-1][0] == 120
+    *_, found = gpu_sections.planned(True, 4, time.time())
+    assert "left out: earlier rows took all the time" in found["wrong"]
+
+
+def test_a_case_of_ranks_that_ends_its_processes_leaves_the_others(monkeypatch):
+    class Group:
+        begun, stopped = [], []
+
+        def __init__(self, module, args, size):
+            self.begun.append(args[0])
+            self.todo = list(gpu_ranks.cases(size))
+            self.todo = self.todo[self.todo.index(args[0]) :]
+
+        def step(self, seconds):
+            case = self.todo.pop(0)
+            if case == "os_g":
+                raise SystemExit("a process of the benchmark ended:\nRuntimeError: NCCL failed")
+            losses = [1.0, math.nan if case == "p_g_os" else 1.0]
+            return [{"case": case, "loss": x, "loss_off": 0, "params_off": 0} for x in losses]
+
+        def stop(self):
+            self.stopped.append(self)
+
+    monkeypatch.setattr(gpu_sections, "ProcessGroup", Group)
+    *_, found = gpu_sections.ranks(True, time.time() + 600)
+    assert Group.begun == ["dp", "p_g_os"] and len(Group.stopped) == 1
+    assert [row["case"] for row in found["rows"]] == list(gpu_ranks.cases(4))
+    assert found["wrong"] == "os_g: RuntimeError: NCCL failed; not those of plain jit: p_g_os"
+
+
+def test_processes_use_the_first_two_visible_gpus(monkeypatch):
+    def fake(seconds, gpus=None):
+        if gpus is None:
+            raise OSError("no port")
+        return {"sums": [3.0, 3.0] if gpus == "2,5" else [gpus]}
+
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
+    monkeypatch.setattr(gpu_sections, "run_probe", lambda *_: ({"platform": "gpu"}, "", ""))
+    monkeypatch.setattr(gpu_sections, "probe_two_processes", fake)
+    *_, found = gpu_sections.processes(True)
+    assert found["wrong"] == "two on the CPU (Gloo): OSError: no port"
+    assert found["rows"][1]["processes"] == "two GPUs (NCCL)"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    *_, found = gpu_sections.processes(True)
+    assert found["wrong"].endswith("; wrong sums: two GPUs (NCCL)")
+
+
+@pytest.mark.parametrize("devices", [3, 5, 8])
+def test_examples_divide_over_any_number_of_devices(monkeypatch, devices):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    problem, examples = gpu_sections._sized("mlp", True)
+    assert examples % devices == 0 and 16 <= examples < 16 + devices
+    assert len(problem.batch(examples)) == examples
+
+
+@pytest.mark.parametrize("case", ["dp", "p_g_os, int8 wire", None])
+def test_what_differs_from_plain_jit_is_said(case):
+    row = {"case": case} if case else {"model": "mlp", "level": "os"}
+    row |= {"loss_off": 0.0, "params_off": 0.0, "between_ranks": 0.0}
+    assert gpu_rows.unlike_jit([row]) is None
+    name = case or "mlp at os"
+    for key in ("loss_off", "params_off", "between_ranks"):
+        for value in (0.7, math.nan):
+            assert gpu_rows.unlike_jit([row | {key: value}]) == f"not those of plain jit: {name}"
+    coarse = row | {"loss_off": 0.009, "params_off": 0.4}  # which only 8 bits may have
+    assert (gpu_rows.unlike_jit([coarse]) is None) == (case == "p_g_os, int8 wire")
+
+
+def test_a_loss_that_is_not_a_number_is_far():
+    assert gpu_ranks.loss_distance([1.0, 1.1], [1.0, 1.0]) == pytest.approx(0.1)
+    assert math.isnan(gpu_ranks.loss_distance([1.0, math.nan, 1.0], [1.0, 1.0, 1.0]))
+
+
+def test_state_that_is_not_offloaded_is_said():
+    stored = {"device": "1 GB in device", "host": "1 GB in pinned_host"}
+    rows = [{"optimizer state": name, "stored": at} for name, at in stored.items()]
+    assert gpu_rows.not_offloaded(rows) is None
+    rows[1]["stored"] = "1 GB in device"
+    assert gpu_rows.not_offloaded(rows) == "state for the host: 1 GB in device"
+
+
+def test_what_is_missing_in_a_trace_is_said():
+    row = {"level": "dp", "devices": 4, "compute_seconds": 1.0, "collective_seconds": 1.0}
+    assert gpu_rows.not_traced([row], 4) is None
+    assert gpu_rows.not_traced([row | {"devices": 1}], 4) == "the trace of dp has 1 of 4 devices"
+    silent = row | {"compute_seconds": 0.0, "collective_seconds": 0.0}
+    assert gpu_rows.not_traced([silent], 4) == (
+        "the trace of dp has no computation and no collectives"
+    )
+    assert gpu_rows.not_traced([silent | {"devices": 1, "compute_seconds": 1.0}], 1) is None
+
+
+def test_what_does_not_train_is_said():
+    row = {"model": "mlp", "dtype": "float8", "first_loss": 2.0, "last_loss": 1.0, "skipped": 0}
+    assert gpu_rows.untrained([row, {"model": "gpt", "error": "x"}]) is None
+    for last in (2.0, math.nan):
+        said = gpu_rows.untrained([row | {"last_loss": last}])
+        assert said == "mlp in float8: the loss does not fall"
+    assert gpu_rows.untrained([row | {"skipped": 3}]) == "mlp in float8: 3 steps skipped"
+
+
+def test_skipped_steps_of_a_program_are_counted():
+    problem = mlp(8, 1)
+    bad = problem._replace(loss_fn=lambda params, x: jnp.sqrt(-1 - problem.loss_fn(params, x)))
+    program = by_gshard(bad, 8, "dp", gshard.make_mesh())
+    assert program.skipped() == 0
+    program.run(), program.run()
+    assert program.skipped() == 2
 
 
 @pytest.mark.slow
@@ -258,7 +497,7 @@ def test_the_gpu_check_runs_on_eight_virtual_devices(tmp_path):
     for row in rows["overlap"]:
         assert row["collectives"] > 0 and row["collective_seconds"] > 0 and 0 <= row["share"] <= 1
     assert [row["dtype"] for row in rows["dtypes"]] == ["bfloat16", "bfloat16", "float8"]
-    assert not any(row["error"] for row in rows["dtypes"])
+    assert not any("error" in row for of in rows.values() for row in of)
     assert "| gpt-scan-remat | p_g_os |" in (tmp_path / "report.md").read_text()
 
 
