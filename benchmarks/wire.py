@@ -49,7 +49,10 @@ def compiled(
     wire: str = "",
     reshard: int = 0,
 ) -> dict[str, Any]:
-    """What `benchmarks.wire_compile` finds; `{"program", "error"}` where it does not compile."""
+    """What `benchmarks.wire_compile` finds.
+
+    `{"program", "error"}` where it does not compile, or its bytes are not known.
+    """
     what, start = f"{program} at {level} for {target.text}", time.monotonic()
     request = {"program": program, "target": target.text, "level": level, "dump": str(dump)}
     request |= {"sizes": dataclasses.asdict(sizes), "wire": wire, "reshard": reshard}
@@ -57,6 +60,9 @@ def compiled(
         found = ask("benchmarks.wire_compile", request, target, what, timeout)
     except GShardError as error:
         return {"program": program, "error": str(error)}
+    if unknown := [kind for kind, amount in found["wire_bytes"].items() if amount is None]:
+        said = f"{what}: {', '.join(unknown)} in a loop of unknown length, so its bytes are unknown"
+        return {"program": program, "error": said}
     _SAID.print(f"compiled {what} in {time.monotonic() - start:.0f} s", highlight=False)
     return found
 

@@ -28,6 +28,8 @@ ROWS = Path(__file__).with_name("wire_rows.json")
 LOSS = 0.01  # that a check fails for
 # What a row keeps, and whether more of it is better.
 AMOUNTS = {"sent": False, "between nodes": False, "overlapped": True, "peak": False}
+# Platforms, and how the names of packages begin that only their compiler uses.
+_COMPILERS = ("gpu", "jax-cuda"), ("gpu", "nvidia-"), ("tpu", "libtpu")
 
 
 def amounts_of(program: dict[str, Any]) -> dict[str, int]:
@@ -50,9 +52,10 @@ def losses(before: dict[str, int], now: dict[str, int]) -> list[str]:
     ]
 
 
-def _others(versions: dict[str, str]) -> dict[str, str]:
-    """Versions that change a program without a change of gshard."""
-    return {name: x for name, x in versions.items() if name not in ("gshard", "python")}
+def _others(versions: dict[str, str], platform: str) -> dict[str, str]:
+    """Versions that change a program for a platform without a change of gshard."""
+    unused = ("gshard", "python", *(x for of, x in _COMPILERS if of != platform))
+    return {name: x for name, x in versions.items() if not name.startswith(unused)}
 
 
 def compare(file: Path, only: str, record: bool, timeout: float) -> bool:
@@ -62,37 +65,44 @@ def compare(file: Path, only: str, record: bool, timeout: float) -> bool:
     count: compilers change them.
 
     Raises:
-      GShardError: a step does not compile, or the file has no such row.
+      GShardError: a step does not compile, the file has no such row, or no figure counts.
     """
     rows = json.loads(file.read_text())
     chosen = [row for row in rows if only in f"{row['target']} {row['level']}"]
     if not chosen:
         have = ", ".join(f"{row['target']} {row['level']}" for row in rows)
         raise GShardError(f"no row of {file} has {only!r} in its name. It has: {have}.")
-    table, worse = Table(title="GB per device and step", title_justify="left"), False
+    table, worse, counted = Table(title="GB per device and step", title_justify="left"), False, 0
     for column in ("target, level", "", *AMOUNTS):
         table.add_column(column, justify="right" if column in AMOUNTS else "left")
-    for row in chosen:
-        target, sizes = parse_target(row["target"]), Sizes(**row["sizes"])
-        with tempfile.TemporaryDirectory() as folder:
-            dump = Path(folder, "gshard.txt")
-            found = compiled("gshard", target, row["level"], sizes, dump, timeout)
-        if "error" in found:
-            raise GShardError(found["error"])
-        now, before = amounts_of(found), row.get("bytes")
-        name = f"{row['target']}, {row['level']}"
-        if before is not None:
-            lost = losses(before, now)
-            same = _others(row["versions"]) == _others(found["versions"])
-            worse |= same and bool(lost)
-            said = f"worse: {', '.join(lost)}" if lost else "as before"
-            table.add_row(name, "before", *(f"{before[x] / 1e9:.3f}" for x in AMOUNTS))
-            name = said if same else f"{said} (other versions)"
-        table.add_row(name, "now", *(f"{now[x] / 1e9:.3f}" for x in AMOUNTS), end_section=True)
-        if record:
-            row |= {"versions": found["versions"], "bytes": now}
-            file.write_text(json.dumps(rows, indent=1) + "\n")
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    try:
+        for row in chosen:
+            target, sizes = parse_target(row["target"]), Sizes(**row["sizes"])
+            with tempfile.TemporaryDirectory() as folder:
+                dump = Path(folder, "gshard.txt")
+                found = compiled("gshard", target, row["level"], sizes, dump, timeout)
+            if "error" in found:
+                raise GShardError(found["error"])
+            now, before = amounts_of(found), row.get("bytes")
+            name = f"{row['target']}, {row['level']}"
+            if before is None:
+                name = f"{name}: not compared, no figures"
+            else:
+                lost = losses(before, now)
+                known, here = (_others(x["versions"], target.platform) for x in (row, found))
+                worse |= known == here and bool(lost)
+                counted += known == here
+                table.add_row(name, "before", *(f"{before[x] / 1e9:.3f}" for x in AMOUNTS))
+                name = f"worse: {', '.join(lost)}" if lost else "as before"
+                name += "" if known == here else " (not compared, other versions)"
+            table.add_row(name, "now", *(f"{now[x] / 1e9:.3f}" for x in AMOUNTS), end_section=True)
+            if record:
+                row |= {"versions": found["versions"], "bytes": now}
+                file.write_text(json.dumps(rows, indent=1) + "\n")
+    finally:  # rows before one that does not compile
+        Console(width=None if sys.stdout.isatty() else 120).print(table)
+    if not counted and not record:
+        raise GShardError("nothing was compared. --record keeps these figures for the next time.")
     return not worse
 
 

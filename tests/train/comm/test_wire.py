@@ -217,6 +217,58 @@ def test_the_committed_rows_are_complete():
         assert set(row["bytes"]) == set(wire_rows.AMOUNTS) and "jaxlib" in row["versions"]
 
 
+def compared(tmp_path, monkeypatch, change, bytes_now, only="", lost=()):
+    """What a check says of the committed rows, next to programs with these versions and bytes."""
+    rows = json.loads(wire_rows.ROWS.read_text())
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([{k: x for k, x in row.items() if k not in lost} for row in rows]))
+
+    def found(program, target, level, *_):
+        if target.platform == "tpu" and bytes_now is None:
+            return {"error": "it does not compile"}
+        (row,) = (r for r in rows if (r["target"], r["level"]) == (target.text, level))
+        amount = bytes_now or row["bytes"]["sent"]
+        memory = {"peak_memory": row["bytes"]["peak"]}
+        return {
+            "wire_bytes": {"all-gather": amount},
+            "network_bytes": {"all-gather": row["bytes"]["between nodes"]},
+            "asynchronous_bytes": {"all-gather": row["bytes"]["overlapped"]},
+            "memory_bytes": memory,
+            "versions": row["versions"] | change,
+        }
+
+    monkeypatch.setattr(wire_rows, "compiled", found)
+    return wire_rows.compare(file, only, False, 1)
+
+
+def test_only_versions_of_the_compiler_at_hand_count(tmp_path, monkeypatch, capsys):
+    assert compared(tmp_path, monkeypatch, {"python": "3.20"}, 0)
+    for name, only in (("libtpu", "h100"), ("jax-cuda13-plugin", "v5e")):
+        assert not compared(tmp_path, monkeypatch, {name: "9"}, 10**12, only)
+        assert "worse: sent" in capsys.readouterr().out
+    for name, only in (("libtpu", "v5e"), ("nvidia-cuda-nvcc", "h100"), ("jax", "")):
+        with pytest.raises(GShardError, match="nothing was compared"):
+            compared(tmp_path, monkeypatch, {name: "9"}, 10**12, only)
+        assert "not compared, other" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(GShardError, match="nothing was compared"):
+        compared(tmp_path, monkeypatch, {}, 0, lost=("bytes",))
+
+
+def test_rows_before_one_that_does_not_compile_are_shown(tmp_path, monkeypatch, capsys):
+    with pytest.raises(GShardError, match="does not compile"):
+        compared(tmp_path, monkeypatch, {}, None)
+    assert capsys.readouterr().out.count("as before") == 2
+
+
+def test_bytes_that_are_not_known_are_an_error(tmp_path, monkeypatch):
+    found = {"wire_bytes": {"all-gather": 1, "all-reduce": None}}
+    monkeypatch.setattr(wire, "ask", lambda *_: found)
+    given = "gshard", parse_target("cpu:4"), "os", Sizes(), tmp_path / "dump", 1.0
+    assert wire.compiled(*given)["error"] == (
+        "gshard at os for cpu:4: all-reduce in a loop of unknown length, so its bytes are unknown"
+    )
+
+
 @pytest.mark.slow
 def test_a_check_fails_for_a_worse_figure(tmp_path):
     sizes = {"layers": 2, "width": 128, "vocabulary": 512, "sequence": 128}
@@ -240,6 +292,6 @@ def test_a_check_fails_for_a_worse_figure(tmp_path):
     row["versions"]["jaxlib"] = "0.1"
     file.write_text(json.dumps([row]))
     code, said = check()
-    assert code == 0 and "other versions" in said
+    assert code == 1 and "other versions" in said and "nothing was compared" in said
     code, said = check("--only", "h100")
     assert code == 1 and "no row of" in said and "cpu:4 os" in said
