@@ -13,13 +13,18 @@ WARM_UP = 3  # rounds that are not counted
 
 
 class Ratio(NamedTuple):
-    """The median of paired ratios, and bounds that hold it with 95 % confidence."""
+    """The median of paired ratios, and bounds that hold it with 95 % confidence.
+
+    Fewer than six ratios have no such bounds: these are infinite.
+    """
 
     median: float
     low: float
     high: float
 
     def __str__(self) -> str:
+        if math.isinf(self.high):
+            return f"{self.median:.2f} (no bounds: fewer than 6 rounds)"
         return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
@@ -52,5 +57,5 @@ def ratio(times: list[float], base: list[float]) -> Ratio:
     while tail + math.comb(n, k) / 2**n <= 0.025:
         tail += math.comb(n, k) / 2**n
         k += 1
-    k = max(k - 1, 0)
-    return Ratio(statistics.median(ratios), ratios[k], ratios[n - 1 - k])
+    low, high = (ratios[k - 1], ratios[n - k]) if k else (-math.inf, math.inf)
+    return Ratio(statistics.median(ratios), low, high)

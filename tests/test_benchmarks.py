@@ -111,6 +111,14 @@ def test_bounds_of_a_ratio_hold_its_median_as_often_as_they_say():
     assert held < 400
 
 
+@pytest.mark.parametrize("rounds", [1, 5, 6])
+def test_few_rounds_have_no_bounds(rounds):
+    found = ratio([float(i + 1) for i in range(rounds)], [1.0] * rounds)
+    assert math.isinf(found.low) == math.isinf(found.high) == (rounds < 6)
+    assert ("no bounds: fewer than 6 rounds" in str(found)) == (rounds < 6)
+    assert rounds < 6 or found[1:] == (1.0, 6.0)
+
+
 def test_ranks_are_correlated():
     assert spearman([1, 2, 3, 4], [10, 20, 30, 1e9]) == pytest.approx(1)
     assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
