@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import gshard
+from benchmarks.processes import on_cpu
 
-gshard.virtual_devices(4)
+on_cpu(4)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

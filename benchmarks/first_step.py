@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +26,7 @@ import optax
 import gshard
 from benchmarks.gspmd import LEVELS, baseline
 from benchmarks.models import Problem, gpt
+from benchmarks.processes import mesh_of, on_cpu
 
 DEVICES, EXAMPLES = 8, 16
 STAGES = ("trace", "lower", "compile")
@@ -115,7 +115,7 @@ def measure(
 ) -> dict[tuple[str, str], Times]:
     """The shortest times by level and program, of programs that take turns."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    mesh = gshard.make_mesh(devices=jax.devices()[:DEVICES])
+    mesh = mesh_of(DEVICES)
     programs = {
         (level, name): make(problem, level, tx, mesh)
         for level in levels
@@ -158,5 +158,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={DEVICES}")
+    on_cpu(DEVICES)
     main()

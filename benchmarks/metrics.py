@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 import gshard
+from benchmarks.processes import on_cpu
 from benchmarks.timing import in_turn, ratio
 
 STEPS, EVERY = 50, 10
@@ -28,7 +29,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--devices", type=int, default=8)
     options = parser.parse_args()
-    gshard.virtual_devices(options.devices)
+    on_cpu(options.devices)
     for width in (64, 512):
         params = {f"w{i}": jnp.ones((width, width)) / width for i in range(4)}
         state, plan = gshard.shard_train_state(

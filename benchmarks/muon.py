@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gshard
+from benchmarks.processes import on_cpu
 from gshard.analysis.aot.target import parse_target
 
 WHERE = {True: "on owners", False: "on every device"}
@@ -90,7 +91,7 @@ def main() -> None:
     if args.target:
         found = compiled(args.target, args.level, sizes, args.timeout)
     else:
-        gshard.virtual_devices(8)
+        on_cpu(8)
         found = timed(args.level, **({"width": 192, "layers": 4} | sizes), rounds=args.rounds)
     Console().print(found)
 

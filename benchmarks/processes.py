@@ -1,4 +1,4 @@
-"""The same benchmark in several processes that talk over gloo, one part of the devices each."""
+"""Virtual CPU devices, of one process or of several that talk over gloo, one part each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,28 @@ import gshard
 from benchmarks.groups import ADDRESS, RANK, SIZE, free_address, rank, size
 
 
+def on_cpu(devices: int) -> None:
+    """This process has so many virtual CPU devices, also where JAX would use accelerators."""
+    jax.config.update("jax_platforms", "cpu")
+    gshard.virtual_devices(devices)
+
+
+def mesh_of(devices: int) -> jax.sharding.Mesh:
+    """A mesh of the first devices.
+
+    Raises:
+      SystemExit: there are fewer.
+    """
+    found = jax.devices()[:devices]
+    if len(found) < devices:
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={devices}"
+        raise SystemExit(f"{devices} devices are needed, and JAX has {len(found)}. Give {flag}.")
+    return gshard.make_mesh(devices=found)
+
+
 def connect(devices: int) -> None:
     """This process of a group gets its part of so many virtual devices, and meets the others."""
-    gshard.virtual_devices(devices // size())
+    on_cpu(devices // size())
     gshard.distributed.initialize(os.environ[ADDRESS], size(), rank())
 
 
@@ -27,7 +46,7 @@ def in_processes(module: str, processes: int, devices: int) -> bool:
       devices: virtual devices of all processes together.
     """
     if processes == 1:
-        gshard.virtual_devices(devices)
+        on_cpu(devices)
         return True
     if devices % processes:
         raise SystemExit(f"--devices {devices} does not divide over --processes {processes}.")

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gshard
+from benchmarks.processes import on_cpu
 from examples import gpt
 from examples.config import Config
 from examples.text import batch, standard_library
@@ -142,7 +143,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS, metavar="ROW")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    gshard.virtual_devices(args.devices)
+    on_cpu(args.devices)
     text_N, runs = standard_library(), []
     if args.json is not None and args.json.exists():
         runs = json.loads(args.json.read_text())

@@ -27,6 +27,7 @@ import optax
 import gshard
 from benchmarks.groups import ADDRESS, ProcessGroup, rank, serve, size
 from benchmarks.models import PROBLEMS
+from benchmarks.processes import on_cpu
 from benchmarks.timing import in_turn, ratio
 
 STEPS = 10  # for each command
@@ -34,7 +35,7 @@ STEPS = 10  # for each command
 
 def program(model: str, devices: int, level: str, guarded: bool) -> Callable[[], float]:
     """A function that runs `STEPS` steps and returns the last loss."""
-    gshard.virtual_devices(devices // size())
+    on_cpu(devices // size())
     if size() > 1:
         own = {} if guarded else {"hang_timeout": 0}
         gshard.distributed.initialize(os.environ[ADDRESS], size(), rank(), **own)

@@ -24,11 +24,11 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-import gshard
 from benchmarks.groups import ProcessGroup
 from benchmarks.gspmd import LEVELS
 from benchmarks.machine import write_cells
 from benchmarks.models import PROBLEMS
+from benchmarks.processes import mesh_of, on_cpu
 from benchmarks.programs import by_gshard, by_gspmd, on_one_device
 from benchmarks.timing import Ratio, in_turn, ratio
 
@@ -59,7 +59,7 @@ def cell(
 ) -> Iterator[Line]:
     """All levels of one model on one mesh with one batch size."""
     problem, total = PROBLEMS[name](), devices * examples
-    mesh = gshard.make_mesh(devices=jax.devices()[:devices])
+    mesh = mesh_of(devices)
     programs = {ONE: on_one_device(problem, total)}
     for level in dict.fromkeys(("dp", *levels)):
         programs[level] = by_gshard(problem, total, level, mesh)
@@ -171,7 +171,7 @@ def main() -> None:
     for devices, processes in itertools.product(args.devices, args.processes):
         if processes < 1 or devices % processes:
             raise SystemExit(f"{devices} devices do not divide over {processes} processes.")
-    gshard.virtual_devices(max(args.devices))
+    on_cpu(max(args.devices))
     console, lines, levels = Console(width=150), [], tuple(args.levels)
     cells = itertools.product(args.processes, args.models, args.devices, args.examples)
     for processes, model, devices, examples in cells:

@@ -29,6 +29,7 @@ from benchmarks.gpu import SCHEMA, SECTIONS, section, write
 from benchmarks.groups import ProcessGroup
 from benchmarks.models import mlp
 from benchmarks.peers import torch_version
+from benchmarks.processes import mesh_of
 from benchmarks.programs import by_gshard
 from benchmarks.step import cell, table
 from benchmarks.timing import ratio
@@ -135,6 +136,12 @@ def test_a_cell_compares_every_level_with_gspmd_and_one_device():
         assert line.temporary > 0 and line.temporary_gspmd > 0
     assert lines[0].to_dp.median == 1
     assert table(lines).row_count == 2
+
+
+def test_fewer_devices_than_asked_for_are_an_error():
+    assert mesh_of(3).size == 3
+    with pytest.raises(SystemExit, match=r"9 devices .* has 8\. Give XLA_FLAGS=--xla_force_host"):
+        next(cell("mlp", 9, 1, rounds=1, levels=("dp",)))
 
 
 @pytest.mark.slow
