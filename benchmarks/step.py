@@ -113,7 +113,7 @@ def _line(
         ratio(seconds[level], seconds["dp"]),
         ratio(seconds[level], seconds[ONE]),
         temporary[level],
-        min(temporary[name] for name in variants),
+        temporary[best],
     )
 
 

@@ -31,7 +31,7 @@ from benchmarks.models import mlp
 from benchmarks.peers import torch_version
 from benchmarks.processes import mesh_of
 from benchmarks.programs import by_gshard
-from benchmarks.step import cell, table
+from benchmarks.step import ONE, _line, cell, table
 from benchmarks.timing import ratio
 from benchmarks.traces import overlap_of, read_trace
 from gshard.analysis.aot.target import parse_target
@@ -136,6 +136,14 @@ def test_a_cell_compares_every_level_with_gspmd_and_one_device():
         assert line.temporary > 0 and line.temporary_gspmd > 0
     assert lines[0].to_dp.median == 1
     assert table(lines).row_count == 2
+
+
+def test_the_baseline_that_is_faster_counts_for_its_memory_too():
+    seconds = {ONE: [1.0] * 6, "dp": [1.0] * 6, "p_g_os": [1.0] * 6}
+    seconds |= {"gspmd p_g_os False": [1.0] * 6, "gspmd p_g_os True": [3.0] * 6}
+    temporary = dict(zip(seconds, (0, 0, 50, 100, 10), strict=True))
+    line = _line(("gpt", 1, 4, 1, "p_g_os"), seconds, temporary)
+    assert (line.to_gspmd.median, line.temporary_gspmd) == (1.0, 100)
 
 
 def test_fewer_devices_than_asked_for_are_an_error():
