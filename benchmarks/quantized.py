@@ -114,9 +114,11 @@ def run(name: str, seed: int, steps: int, text_N: np.ndarray) -> dict[str, Any]:
     }
 
 
-def table(runs: list[dict[str, Any]]) -> Table:
-    """A row for each of `ROWS` that was run, and the change of its validation loss by seed."""
-    shown = Table(title="demo GPT, p_g_os", title_justify="left")
+def table(runs: list[dict[str, Any]], steps: int, devices: int) -> Table:
+    """A row for each of `ROWS` that was run so, and the change of its validation loss by seed."""
+    title = f"demo GPT, p_g_os, {steps} steps on {devices} devices"
+    shown = Table(title=title, title_justify="left")
+    runs = [x for x in runs if (x["steps"], x["devices"]) == (steps, devices)]
     for column in ("row", "seeds", "last 20", "validation", "to float32", "by seed"):
         shown.add_column(column)
     validation = {(x["row"], x["seed"]): x["validation"] for x in runs}
@@ -155,7 +157,7 @@ def main() -> None:
             runs.append(run(name, seed, args.steps, text_N))
             if args.json is not None:
                 args.json.write_text(json.dumps(runs, indent=1) + "\n")
-    Console().print(table(runs))
+    Console().print(table(runs, args.steps, args.devices))
 
 
 if __name__ == "__main__":

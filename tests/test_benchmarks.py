@@ -23,7 +23,7 @@ import pytest
 from jax.sharding import AxisType
 
 import gshard
-from benchmarks import first_step, gpu, gpu_ranks, gpu_rows, gpu_sections
+from benchmarks import first_step, gpu, gpu_ranks, gpu_rows, gpu_sections, quantized
 from benchmarks.advice import spearman
 from benchmarks.gpu import SCHEMA, SECTIONS, section, write
 from benchmarks.groups import ProcessGroup
@@ -150,6 +150,24 @@ def test_fewer_devices_than_asked_for_are_an_error():
     assert mesh_of(3).size == 3
     with pytest.raises(SystemExit, match=r"9 devices .* has 8\. Give XLA_FLAGS=--xla_force_host"):
         next(cell("mlp", 9, 1, rounds=1, levels=("dp",)))
+
+
+def test_runs_of_other_lengths_are_not_compared():
+    about = {"seed": 0, "last": 1.0, "seconds": 1.0}
+    runs = [
+        about | {"row": row, "steps": steps, "devices": devices, "validation": validation}
+        for row, steps, devices, validation in (
+            ("float32", 500, 8, 1.5),
+            ("wire int8, int8", 500, 8, 1.53),
+            ("float32", 10, 8, 5.0),
+            ("float32", 500, 4, 3.0),
+        )
+    ]
+    found = quantized.table(runs, 500, 8)
+    assert [list(column.cells) for column in found.columns][1:5:3] == [
+        ["1", "1"],
+        ["+0.00 %", "+2.00 %"],
+    ]
 
 
 @pytest.mark.slow
