@@ -75,23 +75,21 @@ MODELS: dict[str, Callable[[int], Problem]] = {
 
 
 def by_gshard(problem: Problem, level: str, tx: Any, mesh: Any) -> Callable[[], Any]:
-    """A function that traces the step of `make_train_step` from the beginning."""
+    """A function that traces the step of `make_train_step`, after its plan is made."""
     params, batch = jax.eval_shape(lambda: (problem.params, problem.batch(EXAMPLES)))
     state, plan = gshard.shard_train_state(
         (params, tx), mesh, level, scan_axes={f"{stack}/": 0 for stack in problem.stacks} or None
     )
-    return lambda: gshard.make_train_step(problem.loss_fn, plan).trace(state, batch)
+    step = gshard.make_train_step(problem.loss_fn, plan)
+    return lambda: step.trace(state, batch)
 
 
 def by_gspmd(problem: Problem, level: str, tx: Any, mesh: Any) -> Callable[[], Any]:
     """The same for the baseline."""
-
-    def trace() -> Any:
-        made = baseline(problem.loss_fn, tx, problem.params, mesh, level, stacks=problem.stacks)
-        shapes = jax.eval_shape(lambda: (problem.params, problem.batch(EXAMPLES)))
-        return made.step.trace(shapes[0], jax.eval_shape(made.init, shapes[0]), shapes[1])
-
-    return trace
+    made = baseline(problem.loss_fn, tx, problem.params, mesh, level, stacks=problem.stacks)
+    params, batch = jax.eval_shape(lambda: (problem.params, problem.batch(EXAMPLES)))
+    opt_state = jax.eval_shape(made.init, params)
+    return lambda: made.step.trace(params, opt_state, batch)
 
 
 def times(trace: Callable[[], Any], compiles: bool) -> Times:
