@@ -3,7 +3,7 @@
     python -m benchmarks.collectives [--devices 8] [--processes 2] [--json FILE]
 
 A ratio below 1 says that packing is faster. All leaves of a cell are of one size; a bucket holds as
-many as `gshard.buckets.MOST_LEAVES`.
+many as `gshard.train.comm.buckets.MAX_LEAVES`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The same levels by `jit` with shardings: what a good JAX engineer writes without gshard.
 
-Every benchmark compares with these, so they are frozen: written before gshard was tuned and not
-changed since. Nothing of gshard is used here.
+`wire`, `step` and `first_step` compare with these, so they are frozen: written before gshard was
+tuned and not changed since. Nothing of gshard is used here.
 
 Shardings are given for all inputs and outputs, gradients are constrained to the shardings of the
 optimizer state, and the state is donated; the compiler chooses the collectives. Whether it does
