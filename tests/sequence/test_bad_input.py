@@ -28,7 +28,7 @@ WRONG = {
     "q needs four dimensions": ((x(2, 6, 8), K, K), {}, r"q has shape \(2, 6, 8\): .*four dim"),
     "tokens of k": (
         (Q, x(2, 5, 2, 8), K), {},
-        r"^k has 5 tokens \(dimension 1\) and q has 6: .*to itself.*jax.nn.dot_product_attention",
+        r"^k has 5 tokens \(dimension 1\) and q has 6: .*self-attention only.*product_attention",
     ),
     "batch of v": ((Q, K, x(1, 6, 2, 8)), {}, r"v has shape \(1, 6, 2, 8\) and q .*batch"),
     "integers": ((x(2, 6, 4, 8, dtype=int), K, K), {}, "q has dtype int32: .*floating"),
