@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
@@ -133,4 +134,18 @@ def asserts(source: str) -> list[str]:
         f"line {node.lineno}: {ast.unparse(node)}"
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Assert)
+    ]
+
+
+def documents(source: str) -> list[str]:
+    """Texts that name a file of docs/, which an installed gshard does not have; not docstrings."""
+    tree = ast.parse(source)
+    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        f"line {node.lineno}: {node.value!r}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.search(r"\bdocs/\w", node.value)
+        and id(node) not in statements
     ]

@@ -122,6 +122,11 @@ RULES = {
     ),
     "no pickle": (boundaries.pickles, (), ["import pickle", "from pickle import loads"]),
     "input is refused by an error, not by assert": (boundaries.asserts, (), ["assert x > 0"]),
+    "a message names a page, not a file that is not installed": (
+        boundaries.documents,
+        (),
+        ["warn('see docs/losses.md')", "warn(f'{x}: docs/losses.md')"],
+    ),
 }
 
 
