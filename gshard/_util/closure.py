@@ -252,7 +252,7 @@ class OutsideValues:
             warn(
                 f"{self._what} reads {some(changed)} from outside, and that has changed since the "
                 "last call. The compiled program still uses the value from when it was compiled. "
-                f"{self._advice} (the page \"Losses\" of the documentation)."
+                f'{self._advice} (the page "Losses" of the documentation).'
             )
 
 
