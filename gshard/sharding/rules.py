@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard._util import validation
-from gshard._util.errors import GShardError, did_you_mean, some, warn
+from gshard._util.errors import GShardError, did_you_mean, place_of, some, warn
 from gshard._util.pytree import check_unique, differences, flatten
-from gshard._util.validation import check_integer, dimension, shown
+from gshard._util.validation import check_integer, check_takes, dimension, shown
 from gshard.train_state import SCAN_NAMES
 
 REPLICATE = "replicate"
@@ -267,7 +267,7 @@ def as_rules(rules: Any) -> list[Rule]:
         name = f"rule {getattr(rules, '__name__', type(rules).__name__)}"
 
         def own(leaf: LeafInfo) -> ShardDim | None:
-            answer = rules(leaf)
+            answer = _answer(rules, leaf, "rules=")
             return None if answer is None else check_answer(leaf, answer, name)
 
         return [own]
@@ -277,6 +277,18 @@ def as_rules(rules: Any) -> list[Rule]:
         f"rules={shown(rules)} is not a rule. Give a mapping {{path pattern: dimension or "
         "'replicate'}, a function of a gshard.LeafInfo, or a sequence of these."
     )
+
+
+def _answer(function: Callable[[LeafInfo], Any], leaf: LeafInfo, argument: str) -> Any:
+    """Calls a user's function; explains where it takes a path, as those of optax and Flax do."""
+    advice = f"A function for {argument} is called with one gshard.LeafInfo: leaf.path, leaf.shape."
+    check_takes(function, advice, leaf)
+    try:
+        return function(leaf)
+    except (AttributeError, TypeError) as error:
+        if LeafInfo.__name__ not in str(error):
+            raise
+        raise GShardError(f"{place_of(function)}: {error}. {advice}") from error
 
 
 def warn_of_unused(argument: str, patterns: Any, paths: Sequence[str]) -> None:
@@ -367,7 +379,7 @@ def _frozen(paths: list[str], leaves: list[Any], frozen: Any) -> set[str]:
     if callable(frozen):
         argument = "the function frozen="
         answers = [
-            frozen(LeafInfo(path, tuple(x.shape), x.dtype, None, 1))
+            _answer(frozen, LeafInfo(path, tuple(x.shape), x.dtype, None, 1), "frozen=")
             for path, x in zip(paths, leaves, strict=True)
         ]
     else:

@@ -111,6 +111,19 @@ ROWS = {
     ),
     "frozen= matches all": of_shard("frozen", "no parameter to train", frozen="."),
     "frozen= matches nothing": warned(lambda _: shard(frozen="^base/"), "frozen", "^base/"),
+    "frozen= is a function of a path": of_shard(
+        *("'LeafInfo' object has no attribute", "leaf.path"),
+        frozen=lambda path: path.startswith("b"),
+    ),
+    "frozen= looks for a text in its argument": of_shard(
+        *("'LeafInfo' is not", "leaf.path"), frozen=lambda path: "b" in path
+    ),
+    "frozen= is a function of path and array": of_shard(
+        *("frozen=", "one gshard.LeafInfo"), frozen=lambda path, x: "b" in path
+    ),
+    "rules= is a function of path and array": of_shard(
+        *("rules=", "one gshard.LeafInfo"), rules=lambda path, x: 0
+    ),
     "frozen=3": of_shard("frozen=3", frozen=3),
     "broadcast_from=0 in one process": right(
         lambda _: (gshard.full_params(shard(broadcast_from=0)[0]), params())
