@@ -68,12 +68,14 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     sharding = NamedSharding(mesh, plan.batch_spec)
     placed = [_is_global(x, sharding) for x in jax.tree.leaves(batch)]
     if placed and all(placed):
+        _refuse_deleted(batch)
         return batch
     local, fault = batch, None
     if any(placed):
         pairs = zip(*flatten(batch)[:2], placed, strict=True)
         local = {path: x for path, x, is_placed in pairs if not is_placed}
     try:
+        _refuse_deleted(batch)
         check_leaves(local, keys=not mesh.is_multi_process)
         if not any(placed) or any(np.ndim(x) for x in local.values()):
             groups = "groups of devices that share sequences"
@@ -184,6 +186,15 @@ def check_leaves(batch: Any, keys: bool = True) -> None:
             check_array(x, where)
         if isinstance(x, (int, np.ndarray, np.generic)):
             check_fits(x, canonicalize_dtype(jnp.result_type(x)), where)
+
+
+def _refuse_deleted(batch: Any) -> None:
+    """Refuses deleted arrays by path; paths are made only then, since each step calls this."""
+    arrays = (x for x in jax.tree.leaves(batch) if isinstance(x, jax.Array))
+    if any(not isinstance(x, core.Tracer) and x.is_deleted() for x in arrays):
+        for path, x in zip(*flatten(batch)[:2], strict=True):
+            if isinstance(x, jax.Array):
+                check_array(x, f"batch{subscript(path)}")
 
 
 def _check_global_arrays(batch: Any, placed: list[bool], count: int, plan: Plan) -> None:

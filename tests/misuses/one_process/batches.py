@@ -105,6 +105,13 @@ def deleted(_):
     train({"x": x, "y": Y})
 
 
+def deleted_when_global(*names: str) -> None:
+    state, plan, step = kept()
+    batch = gshard.shard_batch(BATCH, plan)
+    batch["x"].delete()  # as by a jit with donate_argnums=
+    step(state, {**BATCH, **{name: batch[name] for name in names}})
+
+
 def of_another_mesh(_):
     fewer = gshard.make_mesh(devices=jax.devices()[:4])
     plan = shard(mesh=fewer)[1]
@@ -270,6 +277,12 @@ ROWS = {
         lambda _: half_global(np.ones(12)), "'y'", "12 examples", "8 devices"
     ),
     "an array that was deleted": refused(deleted, "deleted"),
+    "a global batch of which an array was deleted": refused(
+        lambda _: deleted_when_global("x", "y"), "batch['x'] was deleted", "donate_argnums="
+    ),
+    "a global array that was deleted, next to an array on the host": refused(
+        lambda _: deleted_when_global("x"), "batch['x'] was deleted"
+    ),
     "an array of the state": refused(
         a_state_in_it, "step and an array of the batch", "jnp.copy", "donate=False"
     ),
