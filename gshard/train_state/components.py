@@ -179,10 +179,12 @@ class Kind(Protocol):
         mutable: tuple[str, ...],
         static: Any,
         by_name: Collection[str] = (),
+        what: str = "the loss",
     ) -> PureLoss:
         """Returns the user's loss as a pure function of components.
 
         `by_name` are the fields that the caller passes by name: the loss must take each of them.
+        `what` is its name in messages.
         """
         ...
 

@@ -197,8 +197,9 @@ class Linen(Kind):
         mutable: tuple[str, ...],
         static: Any,
         by_name: Collection[str] = (),
+        what: str = "the loss",
     ) -> PureLoss:
-        del static
+        del static, what
         named, needed, takes_any = _keywords(loss_fn)
         if takes_any:
             named |= {"rng", *mutable, *by_name}

@@ -194,6 +194,7 @@ class Nnx(Kind):
         mutable: tuple[str, ...],
         static: Any,
         by_name: Collection[str] = (),
+        what: str = "the loss",
     ) -> PureLoss:
         del by_name
         if mutable:
@@ -220,7 +221,7 @@ class Nnx(Kind):
                 out = loss_fn(model, batch)
                 graph, params, rest = nnx.split(model, self.wrt, ...)
                 if graph != static.graph:
-                    _warn_of_attributes(before, _attributes(model))
+                    _warn_of_attributes(before, _attributes(model), what)
                 return out, (nnx.as_pure(params), dict(zip(*flatten(rest)[:2], strict=True)))
 
             refuse_modules(batch)
@@ -229,19 +230,19 @@ class Nnx(Kind):
             kept = {*flatten(params_after)[0], *after}
             if given != kept:
                 raise GShardError(
-                    "the loss adds or removes Variables of the model: "
-                    f"{some(sorted(given ^ kept))}. Make them before shard_train_state (a cache of "
-                    "attention by init_cache). Of what sow stores, take nnx.capture(model, "
-                    "nnx.Intermediate)(x), or remove it inside the loss: nnx.pop(model, "
-                    "nnx.Intermediate)."
+                    f"{what} adds or removes Variables of the model: "
+                    f"{some(sorted(given ^ kept))}. Make them before the model is sharded (a cache "
+                    "of attention by init_cache). To read what `sow` stores, call "
+                    "nnx.capture(model, nnx.Intermediate)(x) in a loss or in the function of "
+                    "make_eval_step; to drop it, nnx.pop(model, nnx.Intermediate)."
                 )
             changed = _changed(
                 (params, non_trainable), (params_after, after), lambda *given: run(*given)[1]
             )
             if written := [path for path in changed if path not in after]:
                 warn(
-                    f"the loss writes into the parameters {some(written)}, as nnx.SpectralNorm "
-                    "and nnx.WeightNorm do. What it writes is used for this loss and then dropped, "
+                    f"{what} writes into the parameters {some(written)}, as nnx.SpectralNorm "
+                    "and nnx.WeightNorm do. What it writes is used for this call and then dropped, "
                     "where one device would keep it, so training differs from that on one device. "
                     "Assign the new values to a Variable of another type, or use a new array."
                 )
@@ -285,12 +286,12 @@ def _attributes(model: nnx.Module) -> dict[str, Any]:
     }
 
 
-def _warn_of_attributes(before: dict[str, Any], after: dict[str, Any]) -> None:
+def _warn_of_attributes(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
     """Warns of attributes that the loss has changed: each step has those of `before`."""
     differing = before.items() ^ after.items()
     if changed := sorted({path for path, _ in differing}):
         warn(
-            f"the loss changes the attributes {some(changed)} of the model, which are fixed while "
+            f"{what} changes the attributes {some(changed)} of the model, which are fixed while "
             "a step is compiled. Each step starts from the old value; nnx.jit on one device would "
             "keep the new one. Keep a value that changes in an nnx.Variable, as an array."
         )

@@ -91,7 +91,8 @@ class Phases:
         stored, layouts = (parts.params, parts.non_trainable), (plan.params, known)
         stored = to_device(stored, layouts)
         params, others = jax.tree.map(lambda x, layout: layout.unpad(x), stored, layouts)
-        pure = plan.kind.loss(lambda model, given: model(*given[0], **given[1]), (), parts.static)
+        call = lambda model, given: model(*given[0], **given[1])  # noqa: E731
+        pure = plan.kind.loss(call, (), parts.static, what="model(...)")
         out, changed = pure(params, others, inputs, None)
         changed = {path: plan.pin(x, known[path]) for path, x in changed.items()}
         plan.kind.absorb(model, parts, changed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import jax
@@ -43,6 +44,28 @@ def of_another_model(_):
     model, optimizer, _ = gshard.paddle.group_sharded_parallel(plain(), tx, "os")
     model.backward(model_loss, BATCH)
     optimizer.step()
+
+
+class Sowing(nnx.Linear):
+    def __call__(self, x: Any) -> Any:
+        y = super().__call__(x)
+        self.sow(nnx.Intermediate, "hidden", y)
+        return y
+
+
+def sown(_):
+    model = gshard.paddle.DataParallel(Sowing(16, 8, rngs=nnx.Rngs(0)))
+    with warnings.catch_warnings():  # newer Flax deprecates `sow` outside of nnx.capture
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model(BATCH["x"])
+
+
+def captured(_):
+    """What it sows, in an evaluation."""
+    model = gshard.paddle.DataParallel(Sowing(16, 8, rngs=nnx.Rngs(0)))
+    read = lambda m, b: nnx.capture(m, nnx.Intermediate)(b["x"])[1]  # noqa: E731
+    found = gshard.make_eval_step(read, model.plan)(model, BATCH)
+    return found, pair()[0](BATCH["x"])
 
 
 def step_first(_):
@@ -247,6 +270,10 @@ def data_parallel() -> Any:
 
 
 ROWS = {
+    "a wrapped model that sows is called": refused(
+        sown, "model(...) adds or removes", "hidden", "nnx.capture(model, nnx.Intermediate)"
+    ),
+    "what a wrapped model sows is captured in an eval step": right(captured),
     "group_sharded_parallel without a model": refused(
         lambda _: gshard.paddle.group_sharded_parallel(None, None, "os"),
         *("None", "group_sharded_parallel", "nnx.Module"),
