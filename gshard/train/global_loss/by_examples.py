@@ -20,15 +20,10 @@ from gshard.train.global_loss.registry import Decision, Given, rule
 
 @dataclass
 class _Call:
-    """A function of flat arguments, and which of them have the examples on dimension 0.
-
-    A traced call of the same name and another jaxpr is what a transformation inside the loss has
-    made of it, such as `jax.vmap` or `jax.grad`.
-    """
+    """A function of flat arguments, and which of them have the examples on dimension 0."""
 
     fun: Callable[..., Any]
     mapped: Sequence[bool]
-    jaxpr: Any
     closes: bool  # over traced values
 
 
@@ -82,7 +77,7 @@ def by_examples(fun: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]
             return out
 
         def call(_: Any, jaxpr: Any) -> _Call:
-            return _Call(flat, [x == 0 for x in axes], jaxpr, len(jaxpr.in_avals) > len(leaves))
+            return _Call(flat, [x == 0 for x in axes], len(jaxpr.in_avals) > len(leaves))
 
         out = call_by_name(f"by_examples({place})", flat, leaves, call)
         wrong = [x.shape for x in out if (x.shape[:1],) != tuple(sizes)]
@@ -115,7 +110,7 @@ def _axes(in_axes: Any, args: tuple[Any, ...], place: str) -> list[Any]:
 def is_by_examples(eqn: Any) -> bool:
     """Whether an equation is a call that `by_examples` wrapped, as it was wrapped."""
     call = behind_call(eqn, _Call, transformed=True)
-    return call is not None and (call.closes or eqn.params["jaxpr"] is call.jaxpr)
+    return call is not None and (call.closes or behind_call(eqn, _Call) is not None)
 
 
 @rule(JIT)
