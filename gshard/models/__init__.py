@@ -2,6 +2,6 @@
 
 The usual sizes are in `configs/`, one file each: `gshard configs` lists them.
 
-May import: the public names of `gshard`.
+May import: the public names of `gshard`, `_util`, `expert`.
 Start reading: `gpt2`; `training` has what the models share.
 """

@@ -88,8 +88,10 @@ class Experts(nn.Module):
         C = self.routing.slots(S)
         x_GxSxD = x_BxTxD.reshape(B * T // S, S, D)
 
-        # Which expert it is hangs on small differences: the router computes in float32.
-        router = nn.Dense(X, use_bias=False, dtype=jnp.float32, name="router")
+        # Which expert it is depends on small differences: the router computes in float32, on a TPU
+        # too, where the default precision is that of bfloat16.
+        exact = {"dtype": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
+        router = nn.Dense(X, use_bias=False, name="router", **exact)
         scores_GxSxX = router(x_GxSxD)
         _, best_GxSxK = jax.lax.top_k(scores_GxSxX, self.routing.chosen)
         chosen_GxSxX = jax.nn.one_hot(best_GxSxK, X, dtype=jnp.int32).sum(axis=2)

@@ -32,6 +32,7 @@ PUBLISHED = {
     "llama-7b": 6_738_415_616,
     "llama-70b": 68_976_648_192,
     "moe-8x7b": 46_702_792_704,
+    "mixtral-8x7b": 46_702_792_704,
 }
 SMALL = {"layers": 2, "heads": 4, "width": 32, "vocabulary": 96, "sequence": 256}
 SMALL |= {"dtype": "float32", "optimizer": "sgd", "learning_rate": 0.1}
@@ -67,11 +68,7 @@ def test_a_trillion_parameters():
     assert parameters("trillion") == wanted == 1_008_038_758_400
 
 
-@pytest.mark.parametrize(
-    "path",
-    [p for p in sorted(CONFIGS.glob("*.toml")) if p.stem not in ("demo", "smallest")],
-    ids=lambda p: p.stem,
-)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda p: p.stem)
 def test_a_config_can_be_planned_with(path):
     config = read_config(str(path))
     assert config.devices
@@ -255,6 +252,18 @@ def test_the_balance_of_tokens_that_all_go_to_the_same_experts(chosen):
     params["router"]["kernel"] = jnp.zeros((D, X)).at[:, 3].set(9.0)
     _, uneven = experts.apply({"params": params}, jnp.ones((2, T, D)))
     assert uneven == pytest.approx(X / chosen)
+
+
+def test_the_router_computes_in_float32_on_every_device():
+    experts = moe.Experts(F, moe.Routing(X, K), jnp.bfloat16)
+    x_BxTxD = jnp.zeros((2, T, D), jnp.bfloat16)
+    params = experts.init(jax.random.key(1), x_BxTxD)
+    products = [
+        e.params["precision"]
+        for e in jax.make_jaxpr(experts.apply)(params, x_BxTxD).eqns
+        if e.primitive.name == "dot_general" and e.outvars[0].aval.shape[-1] == X
+    ]
+    assert products == [(jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)]
 
 
 def test_no_token_depends_on_a_later_one():
