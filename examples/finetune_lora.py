@@ -4,6 +4,8 @@ python finetune_lora.py out                              # a small random model,
 python finetune_lora.py out --base ~/Llama-3.2-1B        # a folder with a Llama of Hugging Face
 gshard launch --virtual_devices 8 finetune_lora.py out   # on 8 virtual CPU devices
 gshard launch --nproc_per_node 2 finetune_lora.py out    # in two processes
+
+The number of devices must divide the batch of 24 examples.
 """
 
 import argparse

@@ -53,6 +53,8 @@ def main() -> None:
     )
     parser.add_argument("--output", default="output", help="a folder for checkpoints, or gs://...")
     args = parser.parse_args()
+    if args.save_every < 1:
+        parser.error(f"--save_every {args.save_every} must be at least 1")
 
     state, plan = gshard.shard_train_state(init, gshard.make_mesh(), "zero3")
     step = gshard.make_train_step(loss_fn, plan)

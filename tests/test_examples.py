@@ -142,6 +142,15 @@ def test_help_explains_every_setting(capsys):
         assert f"default {default}" in said
 
 
+def test_saving_every_zero_steps_is_refused(monkeypatch, capsys):
+    from examples import train  # which joins processes when it is imported
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--save_every", "0"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert "--save_every 0 must be at least 1" in capsys.readouterr().err
+
+
 # ---- data ---------------------------------------------------------------------------------------
 
 
