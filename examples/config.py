@@ -12,6 +12,8 @@ from pathlib import Path
 DEFAULT_FILE = "configs/demo.toml"
 MODEL = "examples.training:setup"
 PLANNED = ("levels", "devices", "expert", "micro_batches")  # also keys of `gshard plan`
+COUNTS = ("devices", "expert", "micro_batches", "steps", "batch_size", "save_every")
+COUNTS += tuple(f"arguments.{name}" for name in ("width", "layers", "heads", "sequence"))
 
 
 class ConfigError(ValueError):
@@ -29,7 +31,7 @@ class Arguments:
 
     width: int = setting(160, "size of the residual stream")
     layers: int = setting(3, "number of blocks")
-    heads: int = setting(5, "attention heads; must divide width")
+    heads: int = setting(5, "attention heads; twice as many must divide width")
     sequence: int = setting(64, "bytes the model sees at once")
     scan: bool = setting(True, "one compiled block for all layers (nn.scan)")
     remat: bool = setting(False, "recompute a block's activations in the backward pass")
@@ -161,9 +163,21 @@ def key_in_file(name: str) -> str:
 
 def check_whole(config: Config) -> Config:
     """Refuse settings that do not fit each other, before anything is compiled."""
+    values = flat_values(dataclasses.asdict(config))
+    for name in COUNTS:
+        if values[name] < 1:
+            raise ConfigError(f"{name}={values[name]} must be at least 1")
+    for name in ("sample_bytes", "seed", "pause", "arguments.experts"):
+        if values[name] < 0:
+            raise ConfigError(f"{name}={values[name]} must not be negative")
+    for name in ("levels", "prompt"):
+        if not values[name]:
+            raise ConfigError(f"{name} must not be empty")
     width, heads = config.arguments.width, config.arguments.heads
-    if width % heads:
-        raise ConfigError(f"arguments.heads={heads} does not divide arguments.width={width}")
+    if width % (2 * heads):
+        raise ConfigError(
+            f"arguments.width={width} must be a multiple of 2 x arguments.heads={2 * heads}"
+        )
     experts, chosen = config.arguments.experts, config.arguments.chosen
     if experts and (not 0 < chosen <= experts or 4 * width % chosen):
         raise ConfigError(
@@ -171,7 +185,7 @@ def check_whole(config: Config) -> Config:
             f"4 x arguments.width={4 * width}"
         )
     shared = config.expert > 1 and (not experts or experts % config.expert)
-    if config.expert < 1 or config.devices % config.expert or shared:
+    if config.devices % config.expert or shared:
         raise ConfigError(
             f"expert={config.expert} must divide devices={config.devices} and "
             f"arguments.experts={experts}"
@@ -182,11 +196,6 @@ def check_whole(config: Config) -> Config:
             f"batch_size={config.batch_size} must be a multiple of devices x micro_batches "
             f"= {config.devices} x {config.micro_batches} = {parts}"
         )
-    for name in ("steps", "save_every"):
-        if (value := getattr(config, name)) < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
-    if config.pause < 0:
-        raise ConfigError(f"pause={config.pause} must not be negative")
     return config
 
 
@@ -202,13 +211,20 @@ def from_text(kind: type):
     return kind
 
 
-def parse(arguments: list[str] | None = None, description: str | None = None) -> Config:
-    """Read `[FILE] [--name value ...]`: the file's settings, then the command line's over them."""
+def parse(
+    arguments: list[str] | None = None,
+    description: str | None = None,
+    *,
+    file: str = DEFAULT_FILE,
+    without: tuple[str, ...] = (),
+) -> Config:
+    """Read `[FILE] [--name value ...]`: the file's settings, then the command line's over them.
+
+    A program refuses the settings that it is `without`.
+    """
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    parser.add_argument(
-        "file", nargs="?", default=DEFAULT_FILE, help=f"TOML file (default {DEFAULT_FILE})"
-    )
-    known = flat_fields()
+    parser.add_argument("file", nargs="?", default=file, help=f"TOML file (default {file})")
+    known = {name: field for name, field in flat_fields().items() if name not in without}
     for name, (kind, default, meaning) in known.items():
         parser.add_argument(
             f"--{name}",
@@ -224,6 +240,8 @@ def parse(arguments: list[str] | None = None, description: str | None = None) ->
             f"command line: unknown option {word!r}; {nearest(word, ['--' + k for k in known])}"
         )
     values = read_file(given.file)
+    if others := [name for name in without if name in values]:
+        raise ConfigError(f"{given.file}: {key_in_file(others[0])} has no effect on this program")
     for name, word in vars(given).items():
         if name == "file":
             continue

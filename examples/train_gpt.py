@@ -50,7 +50,8 @@ def main(config: Config) -> None:
         raise ConfigError(f"devices={config.devices} do not divide over {processes} processes")
     gshard.virtual_devices(each)  # before anything else uses JAX
     mesh = gshard.make_mesh(
-        devices=[device for i in range(processes) for device in jax.local_devices(i)[:each]]
+        devices=[device for i in range(processes) for device in jax.local_devices(i)[:each]],
+        expert=config.expert,
     )
     console = Console(highlight=False, markup=False, quiet=rank > 0)
 
@@ -104,6 +105,15 @@ def main(config: Config) -> None:
     console.width = max(console.width, TABLE_WIDTH)
     console.print(table(reference, runs, config.micro_batches))
 
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+    results = {
+        "settings": asdict(config),
+        "reference": asdict(reference) if reference else None,
+        "runs": [asdict(run) for run in runs],
+    }
+    (output / "results.json").write_text(json.dumps(results, indent=1))
+
     key = jax.random.key(config.seed)
     sampled = gpt.sample(
         model,
@@ -116,14 +126,6 @@ def main(config: Config) -> None:
     console.print(f"\nSampled from the model trained at {config.levels[-1]}:\n", style="bold")
     console.print(Text(printable(sampled)), soft_wrap=True)
 
-    output = Path(config.output)
-    output.mkdir(parents=True, exist_ok=True)
-    results = {
-        "settings": asdict(config),
-        "reference": asdict(reference) if reference else None,
-        "runs": [asdict(run) for run in runs],
-    }
-    (output / "results.json").write_text(json.dumps(results, indent=1))
     console.print(f"\nfigures: {output / 'results.json'}")
     write_picture(output / "memory_and_loss.png", reference, runs, console)
     console.print(f"{time.monotonic() - began:.0f} s in all")

@@ -172,6 +172,8 @@ def table(
 
 if __name__ == "__main__":
     try:
-        main(parse(description=__doc__.splitlines()[0]))
+        said = __doc__.splitlines()[0]
+        without = "one_device", "prompt", "sample_bytes"
+        main(parse(description=said, file="configs/moe.toml", without=without))
     except (ConfigError, gshard.GShardError) as error:
         sys.exit(f"error: {error}")

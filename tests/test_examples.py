@@ -115,7 +115,13 @@ def test_bad_file_is_named_with_key_and_fix(write, content, said):
         (["--steps", "many"], "steps must be an int, but is 'many' (str)"),
         (["--arguments.scan", "maybe"], "arguments.scan must be a bool"),
         (["--batch_size", "20"], "devices x micro_batches = 8 x 4 = 32"),
-        (["--arguments.heads", "7"], "arguments.heads=7 does not divide arguments.width=160"),
+        (["--arguments.heads", "32"], "width=160 must be a multiple of 2 x arguments.heads=64"),
+        (["--arguments.heads", "0"], "arguments.heads=0 must be at least 1"),
+        (["--arguments.sequence", "0"], "arguments.sequence=0 must be at least 1"),
+        (["--devices", "0"], "devices=0 must be at least 1"),
+        (["--micro_batches", "0"], "micro_batches=0 must be at least 1"),
+        (["--sample_bytes", "-1"], "sample_bytes=-1 must not be negative"),
+        (["--prompt", ""], "prompt must not be empty"),
         (["configs/moe.toml", "--expert", "3"], "expert=3 must divide devices=8 and arguments.exp"),
         (["--expert", "2"], "expert=2 must divide devices=8 and arguments.experts=0"),
         (["configs/moe.toml", "--arguments.chosen", "9"], "must be at most arguments.experts=8"),
@@ -130,6 +136,21 @@ def test_bad_command_line(monkeypatch, arguments, said):
     with pytest.raises(config.ConfigError) as caught:
         config.parse(arguments)
     assert said in str(caught.value)
+
+
+def test_no_levels_are_refused(write):
+    with pytest.raises(config.ConfigError, match="levels must not be empty"):
+        config.parse([write("levels = []")])
+
+
+def test_settings_without_an_effect_are_refused(monkeypatch, write):
+    monkeypatch.chdir(ROOT)
+    without = {"file": "configs/moe.toml", "without": ("prompt",)}
+    assert config.parse([], **without).arguments.experts
+    with pytest.raises(config.ConfigError, match="unknown option '--prompt'"):
+        config.parse(["--prompt", "x"], **without)
+    with pytest.raises(config.ConfigError, match=r"training.prompt has no effect on this program"):
+        config.parse([write('[training]\nprompt = "x"')], **without)
 
 
 def test_help_explains_every_setting(capsys):
@@ -367,6 +388,14 @@ def test_demo_of_experts_matches_one_device_and_sends_less(tmp_path):
     assert 2 * kept.sent < gathered.sent
     assert dense.exchanged == 0 and len(dense.losses) == len(reference.losses)
     assert f"Losses of {len(runs)} runs are those of one device to" in printed
+
+
+@pytest.mark.slow
+def test_demo_keeps_experts_on_their_devices_too(tmp_path):
+    words = "--levels=p_g_os", "--steps=1", "--one_device=false", "--sample_bytes=1"
+    run_smallest("examples.train_gpt", tmp_path, "moe-smallest", *words)
+    (run,) = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert run["exchanged"] > 0
 
 
 @pytest.mark.parametrize(
