@@ -48,8 +48,12 @@ def fast_compilation() -> str:
 
 
 def clean_environment() -> dict[str, str]:
-    """This one for a job of its own on CPUs: no devices of the tests, no cluster around them."""
-    apart = ("XLA_FLAGS", "GSHARD_", "SLURM_", "OMPI_", "PMI_")
+    """This one for a job of its own on CPUs.
+
+    Without the tests' devices, a cluster or launcher around them, and a user's compilation cache.
+    """
+    apart = ("XLA_FLAGS", "GSHARD_", "SLURM_", "OMPI_", "PMI_", "RANK", "WORLD_SIZE", "PADDLE_")
+    apart += ("JAX_COMPILATION_CACHE_",)
     own = {k: v for k, v in os.environ.items() if not k.startswith(apart)}
     # The check of a loss is one more compilation in every process.
     return own | {"JAX_PLATFORMS": "cpu", "GSHARD_CHECK_LOSS": "0", "XLA_FLAGS": fast_compilation()}

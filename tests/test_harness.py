@@ -30,6 +30,13 @@ def test_shared_processes_that_fail_run_once(monkeypatch, tmp_path):
     assert runs == ["module"]
 
 
+def test_processes_know_nothing_of_what_is_around_the_tests(monkeypatch):
+    names = ("SLURM_PROCID", "RANK", "WORLD_SIZE", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")
+    for name in (*names, "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.setenv(name, "1")
+        assert name not in processes.clean_environment()
+
+
 def test_a_browser_that_hangs_is_not_waited_for(monkeypatch, tmp_path):
     hangs = tmp_path / "chromium"
     hangs.write_text("#!/bin/sh\nexec sleep 60\n")
