@@ -1,6 +1,6 @@
 """Code that others wrote, run from checkouts of their repositories.
 
-The environment variable GSHARD_CHECKOUTS names a folder with one checkout for each of `SOURCES`.
+The environment variable CHECKOUTS_OF_OTHERS names a folder with one checkout for each of `SOURCES`.
 Training scripts import what a test does not need (TensorFlow, wandb) and start to train when they
 are imported, so models and losses are taken out of them: `definitions` runs the imports that
 are installed here and the functions and classes asked for, `loss_fn` the statements of a train step
@@ -32,9 +32,9 @@ SOURCES = {
 
 def folder(name: str, *parts: str) -> Path:
     """A folder of a checkout; skips the test where there is none."""
-    root = os.environ.get("GSHARD_CHECKOUTS")
+    root = os.environ.get("CHECKOUTS_OF_OTHERS")
     if not root:
-        pytest.skip("set GSHARD_CHECKOUTS to a folder with checkouts of other projects")
+        pytest.skip("set CHECKOUTS_OF_OTHERS to a folder with checkouts of other projects")
     if not Path(root, name).is_dir():
         pytest.skip(f"{Path(root, name)} is missing: git clone {SOURCES[name]} {name}")
     return Path(root, name, *parts)
