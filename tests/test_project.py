@@ -8,9 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
+import psutil
 import pytest
 
 import gshard
@@ -239,6 +241,26 @@ def test_scripts_parse():
     for script in (".ci/run", "scripts/venv.sh"):
         assert (ROOT / script).stat().st_mode & 0o100, f"{script} is not executable"
         assert run("bash", "-n", script).returncode == 0
+
+
+def test_a_ci_that_is_stopped_leaves_no_process(tmp_path):
+    (tmp_path / "ci").mkdir()
+    begins = (ROOT / ".ci" / "run").read_text().partition("site() {")[0]
+    runs = "sleeper() { sleep 60; echo went on; }\nat_once sleeper\n"
+    (tmp_path / "ci" / "run").write_text(begins + runs)
+    command = ["bash", str(tmp_path / "ci" / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        own = psutil.Process(process.pid)
+        until = time.monotonic() + 30
+        while not (sleepers := [x for x in own.children(recursive=True) if x.name() == "sleep"]):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        process.terminate()
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert "CI FAILED in the stage: start (exit 143)" in said and "went on" not in said
+    _, alive = psutil.wait_procs(sleepers, timeout=30)
+    assert not alive
 
 
 def fake_python(folder: Path, version: str, has_venv: bool) -> str:
