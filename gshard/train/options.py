@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 
 from gshard._util.errors import GShardError, did_you_mean, some, warn
 from gshard._util.validation import check_integer, flag, shown
@@ -142,6 +143,13 @@ def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:
     accumulation(plan, options.micro_batches, options.accumulate, sync)
     resharding(plan, options.reshard_after_forward)
     scaler = getattr(options, "scaler", None)
+    half = any(x.dtype == jnp.float16 for x in jax.tree.leaves(plan.params))
+    if half and scaler is None and isinstance(options, TrainStepOptions):
+        warn(
+            "parameters are float16 and scaler is None: small gradients become 0. Pass "
+            "scaler=gshard.GradScaler(), or scaler=gshard.GradScaler(enable=False) if the loss is "
+            "scaled already."
+        )
     sent = {x.scattered_as.dtype for x in jax.tree.leaves(plan.grads) if x.scattered_as}
     if scaler is not None and scaler.enable and "int4" in sent:
         raise GShardError(

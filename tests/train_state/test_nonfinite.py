@@ -131,7 +131,7 @@ def test_small_gradients_of_float16_need_the_scale(level):
         return (p["w"] * b["x"].astype(p["w"].dtype)).sum().astype(jnp.float32) * 2.0**-26
 
     found = {}
-    for scaler in (None, gshard.GradScaler()):
+    for scaler in (gshard.GradScaler(enable=False), gshard.GradScaler()):
         state, plan = gshard.shard_train_state(
             ({"w": np.ones((6, 16), np.float32)}, optax.sgd(2.0**20)),
             mesh(),
@@ -141,9 +141,9 @@ def test_small_gradients_of_float16_need_the_scale(level):
         )
         step = gshard.make_train_step(loss, plan, scaler=scaler, loss_semantics="per_device")
         state, _ = step(state, {"x": np.ones((DEVICES, 1), np.float32)})
-        found[scaler is None] = gshard.full_params(state)["w"]
-    np.testing.assert_array_equal(found[True], 1)
-    np.testing.assert_array_equal(found[False], 1 - 2.0**-6)
+        found[scaler.enable] = gshard.full_params(state)["w"]
+    np.testing.assert_array_equal(found[False], 1)
+    np.testing.assert_array_equal(found[True], 1 - 2.0**-6)
 
 
 @pytest.mark.parametrize("donate", [True, False])

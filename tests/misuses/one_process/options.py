@@ -194,6 +194,18 @@ ROWS = {
     "sync_buffers=True with a global loss": warned(
         lambda _: gshard.make_train_step(loss_fn, kept()[1], sync_buffers=True), "sync_buffers"
     ),
+    "float16 without a scaler": warned(
+        lambda _: gshard.make_train_step(loss_fn, shard(precision="float16")[1]),
+        *("small gradients become 0", "gshard.GradScaler()"),
+    ),
+    "float16 with a scaler that is off": right(
+        lambda _: (
+            gshard.make_train_step(
+                loss_fn, shard(precision="float16")[1], scaler=gshard.GradScaler(enable=False)
+            ).options.scaler.enable,
+            False,
+        )
+    ),
     "init_loss_scaling=0": refused(
         lambda _: gshard.GradScaler(init_loss_scaling=0), "init_loss_scaling=0"
     ),
