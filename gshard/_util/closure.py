@@ -94,12 +94,16 @@ def _content(cell: Any) -> Any:
 
 
 def _read_of_self(code: CodeType) -> list[str]:
-    """The attributes of its object that a method reads, such as the teacher of a trainer."""
-    if not code.co_argcount:
-        return []
+    """The attributes of its object that a method reads, such as the teacher of a trainer.
+
+    An empty name stands for the object itself, of which anything may be read.
+    """
+    if not code.co_argcount:  # `def loss(*args)`
+        return [""]
     own = code.co_varnames[0]
     inner = [x for x in _with_inner(code) if x is code or own in x.co_freevars]
-    return _uses(inner, ("LOAD_FAST", "LOAD_DEREF")).get(own, [])
+    by_super = [""] * ("__class__" in code.co_freevars)  # `super()`
+    return [*_uses(inner, ("LOAD_FAST", "LOAD_DEREF")).get(own, []), *by_super]
 
 
 def _uses(codes: Iterable[CodeType], loads: tuple[str, ...]) -> dict[str, list[str]]:
@@ -121,9 +125,11 @@ def _uses(codes: Iterable[CodeType], loads: tuple[str, ...]) -> dict[str, list[s
                 found[other].append("")
             after = [*takewhile(lambda x: x.opname in _LOAD_ATTRIBUTE, read[i + 1 :])]
             attributes, then = [x.argval for x in after], read[i + 1 + len(after) :]
-            copied = then[0].opname == "COPY"  # `self.calls += 1` loads the object once
-            if copied or then[0].opname == "STORE_ATTR":
-                written[name].add(".".join([*attributes, then[copied].argval]))
+            if then[0].opname == "COPY" and then[1].opname in _LOAD_ATTRIBUTE:
+                then = then[1:]  # `self.calls += 1` loads the object once
+                written[name].add(".".join([*attributes, then[0].argval]))
+            elif then[0].opname == "STORE_ATTR":
+                written[name].add(".".join([*attributes, then[0].argval]))
             else:
                 found[name].append(".".join(attributes))
     return {
@@ -141,6 +147,8 @@ def _without_methods(
     if isinstance(x, (jax.Array, np.ndarray)) or name in getattr(x, "__dict__", {}):
         return [use]
     method = inspect.getattr_static(type(x), name, None)
+    if isinstance(method, (staticmethod, classmethod)):
+        return []
     code = getattr(inspect.unwrap(getattr(method, "fget", method)), "__code__", None)
     if code in within:
         return []

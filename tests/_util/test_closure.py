@@ -159,6 +159,14 @@ class Network(nnx.Module):
         return self.inner.kernel
 
 
+class Derived(Network):
+    def features(self, x):
+        return super().features(x)
+
+    def any(*args):
+        return args
+
+
 class Read:
     """What the losses below read."""
 
@@ -166,9 +174,11 @@ class Read:
         self.config, self.slots, self.named = Config(), Slots(), Named()
         self.scale, self.later, self.cache = 1.0, None, None
         self.array, self.tree, self.network = jnp.ones(2), {"w": jnp.ones(2)}, Network()
-        self.temperature = nnx.Param(jnp.ones(()))
+        self.temperature, self.derived = nnx.Param(jnp.ones(())), Derived()
 
-    static = staticmethod(len)
+    @staticmethod
+    def static(x):
+        return x.array
 
     def loss_of_a_comprehension(self, xs):  # Python 3.13 stores x and loads self in one operation
         return [self.scale * x for x in xs]
@@ -179,6 +189,26 @@ class Read:
     def loss_with_a_counter(self, x):
         self.scale += 1
         return self.scale
+
+    def loss_with_a_default(self, x):
+        return x * (self.scale or 1.0)
+
+    def loss_with_a_condition(self, x):
+        return x * (self.scale and 1.0)
+
+    def loss_with_a_walrus(self, x):
+        return x if (scale := self.scale) is None else scale
+
+    def loss_with_two_names(self, x):
+        first = second = self.scale
+        return first + second
+
+    def loss_with_a_match(self, x):
+        match self.scale:
+            case 1.0:
+                return x
+            case 2.0:
+                return 2 * x
 
     def loss_that_writes_elsewhere(self, x):
         x.scale = x.temperature.value = 1.0
@@ -200,6 +230,13 @@ LOSSES = {  # of an object, the loss; what of the object is replaced; whether th
         1,
     ),
     "a property of a model": (lambda r: lambda x: r.network.weights, {"network": Network()}, 1),
+    "a default": (lambda r: r.loss_with_a_default, {"scale": 2.0}, 1),
+    "a condition": (lambda r: r.loss_with_a_condition, {"scale": 2.0}, 1),
+    "an assignment in a condition": (lambda r: r.loss_with_a_walrus, {"scale": 2.0}, 1),
+    "an assignment to two names": (lambda r: r.loss_with_two_names, {"scale": 2.0}, 1),
+    "a match": (lambda r: r.loss_with_a_match, {"scale": 2.0}, 1),
+    "super()": (lambda r: lambda x: r.derived.features(x), {"derived": Derived()}, 1),
+    "a method of any arguments": (lambda r: lambda x: r.derived.any(x), {"derived": Derived()}, 1),
     "a method that reads nothing": (
         lambda r: lambda x: r.network.error(x, 1),
         {"network": Network()},
