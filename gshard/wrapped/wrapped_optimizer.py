@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
 
 from gshard._util.errors import CallOrderError, GShardError
 from gshard._util.validation import shown
+from gshard.sharding.plan import ShardedTransformation
 from gshard.wrapped.state_dict import (
     NamedArrays,
     check_optimizer_values,
@@ -100,6 +101,13 @@ class WrappedOptimizer(Keeping):
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Calls `nnx.Optimizer.update`; refuses scaled gradients of `backward`, and its None."""
+        if not isinstance(cast(Any, self).tx, ShardedTransformation):
+            raise GShardError(
+                "optimizer.tx was replaced after wrapping, and the optimizer's state is that of "
+                "the first one. For another learning rate make the optimizer with "
+                "optax.inject_hyperparams(optax.adamw)(learning_rate=...), and call "
+                "optimizer.set_lr(value). For another optimizer wrap model and optimizer again."
+            )
         keep = getattr(self, "_gshard", None)
         if keep is not None and grads is keep.grads:
             keep.take()

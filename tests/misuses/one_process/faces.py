@@ -68,6 +68,13 @@ def captured(_):
     return found, pair()[0](BATCH["x"])
 
 
+def other_tx(_):
+    model, optimizer, _ = wrapped()
+    optimizer.tx = optax.adam(1e-4)
+    model.backward(model_loss, BATCH)
+    optimizer.step()
+
+
 def step_first(_):
     wrapped()[1].step()
 
@@ -270,6 +277,9 @@ def data_parallel() -> Any:
 
 
 ROWS = {
+    "the tx of a wrapped optimizer is replaced": refused(
+        other_tx, "optimizer.tx was replaced", "optimizer.set_lr(value)"
+    ),
     "a wrapped model that sows is called": refused(
         sown, "model(...) adds or removes", "hidden", "nnx.capture(model, nnx.Intermediate)"
     ),
