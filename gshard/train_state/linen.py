@@ -54,7 +54,9 @@ class Linen(Kind):
     def freeze(
         self, state: Any, frozen: Any, paths_of: Callable[[Any, Any], frozenset[str]]
     ) -> Linen:
-        return Linen(paths_of(updated(state.params), frozen))
+        kind = Linen(paths_of(updated(state.params), frozen))
+        _warn_of_collections(kind.trained(updated(state.params)))
+        return kind
 
     def narrow(self, state: Any) -> Any:
         tx = thawed(state.tx, self.frozen)
@@ -265,6 +267,9 @@ class Linen(Kind):
 _OF_STATE = {"apply_gradients", *(field.name for field in dataclasses.fields(TrainState))}
 
 
+_NOT_TRAINED = ("batch_stats", "cache", "intermediates")  # collections of Flax's modules
+
+
 def _without_params(non_trainable: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the non-trainable state that is not in the user's parameter tree."""
     return {name: x for name, x in non_trainable.items() if name not in PARAMETERS}
@@ -292,6 +297,19 @@ def _fields(state: Any, arrays: bool) -> list[str]:
     """Returns the names of the fields that hold arrays, or of the others."""
     fields = dataclasses.fields(state)
     return [f.name for f in fields if f.metadata.get("pytree_node", True) is arrays]
+
+
+def _warn_of_collections(trained: Any) -> None:
+    """Warns of all that `model.init` returned, passed as the parameters."""
+    if not isinstance(trained, Mapping) or "params" not in trained:
+        return
+    if others := [x for x in _NOT_TRAINED if jax.tree.leaves(trained.get(x))]:
+        warn(
+            f"the parameters have {some(others)} next to 'params', as model.init returns them, so "
+            "the optimizer would train these too. Pass variables['params'], and keep the others in "
+            "fields of a TrainState that the loss is given (docs/losses.md), or pass "
+            f"frozen='^{others[0]}/'."
+        )
 
 
 def _keywords(loss_fn: Callable[..., Any]) -> tuple[set[str], set[str], bool]:

@@ -51,6 +51,12 @@ def plain(**more: Any) -> Any:
     return {**params(), **more}, optax.sgd(0.1)
 
 
+def all_variables(**options: Any) -> Any:
+    """What `model.init` returns, as the parameters."""
+    variables = {"params": params(), "batch_stats": {"mean": np.zeros(8, np.float32)}}
+    return shard((variables, optax.sgd(0.1)), **options)[1].kind.frozen
+
+
 def made_with(rngs: nnx.Rngs) -> Any:
     model = nnx.Linear(16, 8, rngs=rngs)
     return model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)
@@ -184,6 +190,12 @@ def a_padded_model(_):
 
 
 ROWS = {
+    "all variables of a Linen module as the parameters": warned(
+        lambda _: all_variables(), "batch_stats next to 'params'", "variables['params']"
+    ),
+    "all variables of a Linen module, with the statistics frozen": right(
+        lambda _: (len(all_variables(frozen="^batch_stats/")), 1)
+    ),
     "an init function that uses an nnx.Rngs of outside": refused(
         lambda _: shard(functools.partial(made_with, nnx.Rngs(0))),
         *("made_with", "made outside of it", "init_args="),
