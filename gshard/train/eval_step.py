@@ -106,6 +106,11 @@ def make_eval_step(
                     "change. If batch statistics cause it, call model.eval() before the "
                     "evaluation. Otherwise return what you need, such as metrics.compute()."
                 )
+            elif changed and (found := plan.kind.dropouts(parts)):
+                warn(
+                    f"{name} drops entries in {some(found)}, which is in train mode. Call "
+                    "model.eval() before the evaluation, and model.train() after it."
+                )
             others = check_reductions(out, None if is_global else batch, "the evaluation output")
             for path, x in others:
                 if not isinstance(x, Weighted) and not is_numeric(x):

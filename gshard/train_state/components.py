@@ -205,6 +205,11 @@ class Kind(Protocol):
         del state
         return frozenset()
 
+    def dropouts(self, parts: Components) -> list[str]:
+        """Returns the paths of the modules that drop entries, since they are in train mode."""
+        del parts
+        return []
+
     def scan_names(self, state: Any) -> dict[str, tuple[str | None, ...]]:
         """Returns, by path, the names that Flax's metadata gives the dimensions of parameters."""
         ...

@@ -176,6 +176,17 @@ class Nnx(Kind):
     def random_paths(self, state: Any) -> frozenset[str]:
         return frozenset(flatten(nnx.state(state[0], nnx.RngState))[0])
 
+    def dropouts(self, parts: Components) -> list[str]:
+        rest = parts.static.rest(parts.non_trainable)
+        modules = nnx.iter_modules(nnx.merge(parts.static.graph, parts.params, rest, copy=True))
+        found = [(path, vars(module)) for path, module in modules]
+        return [
+            "/".join(map(str, path)) or "the model"
+            for path, own in found
+            if own.get("deterministic") is False
+            and own.get("rate", own.get("dropout_rate")) not in (None, 0)
+        ]
+
     def tx(self, state: Any) -> optax.GradientTransformation:
         return state[1].tx
 

@@ -136,6 +136,25 @@ def evaluated_in_the_loop(calls: int) -> Any:
     return found, [loss_fn(params(), BATCH)] * calls
 
 
+class Dropping(nnx.Module):
+    """A model that drops entries, or that only adds noise."""
+
+    def __init__(self, rate: float):
+        rngs = nnx.Rngs(0)
+        self.layer = nnx.Linear(16, 8, rngs=rngs)
+        self.drop, self.rngs = nnx.Dropout(rate, rngs=rngs), rngs
+
+    def __call__(self, x: Any) -> Any:
+        return self.drop(self.layer(x)) + 0 * jax.random.normal(self.rngs.noise())
+
+
+def evaluated_in_train_mode(rate: float) -> Any:
+    model = Dropping(rate)
+    (model, _), plan = shard((model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)))
+    found = gshard.make_eval_step(model_loss, plan)(model, BATCH)
+    return found, model_loss(Dropping(rate), BATCH)
+
+
 def returned_tuple(_):
     state, _, step = kept()
     out = step(state, BATCH)
@@ -313,6 +332,10 @@ def another_models_weights(_):
 
 
 ROWS = {
+    "a model with dropout is evaluated in train mode": warned(
+        lambda _: evaluated_in_train_mode(0.5), "drops entries in drop", "model.eval()"
+    ),
+    "a model that draws noise is evaluated": right(lambda _: evaluated_in_train_mode(0.0)),
     "make_train_step is called in the loop": warned(
         lambda _: made_in_the_loop({}, {}, {}), "three times with loss_fn", "before the loop"
     ),
