@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 import optax
 
+from gshard._util.errors import GShardError, MissingAttributeError
 from gshard.train_state.nonfinite import Guard, ScalerState
 
 SCAN_NAMES = ("layers", "layer", "scan")  # what Flax's metadata calls a scanned dimension
@@ -72,6 +73,23 @@ class ShardedOptState(NamedTuple):
                 f"and there are {len(found)}. state.opt_state.inner is the optimizer's own state."
             )
         return found[0]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name == "hyperparams":  # Python calls this for the property's AttributeError too
+            return ShardedOptState.hyperparams.__get__(self)
+        raise MissingAttributeError(
+            f"state.opt_state.{name}: state.opt_state is gshard's, with the optimizer's own state "
+            f"in it. Read state.opt_state.inner.{name}."
+        )
+
+    def __getitem__(self, key: Any) -> Any:
+        raise GShardError(
+            f"state.opt_state[{key}]: state.opt_state is gshard's, with the optimizer's own state "
+            f"in it. Read state.opt_state.inner[{key}]; hyperparameters are in "
+            "state.opt_state.hyperparams."
+        )
 
 
 # `pure(params, non_trainable, batch, rng) -> (loss or (loss, aux), updates)`: updates are the

@@ -332,6 +332,15 @@ def another_models_weights(_):
 
 
 ROWS = {
+    "the optimizer's state is read by an index, as of optax": refused(
+        lambda _: kept()[0].opt_state[0].mu, "state.opt_state.inner[0]"
+    ),
+    "the optimizer's state is read by name, as of optax": refused(
+        lambda _: kept()[0].opt_state.inner_state, "state.opt_state.inner.inner_state"
+    ),
+    "the optimizer has no hyperparameters": raw(
+        lambda _: kept()[0].opt_state.hyperparams, AttributeError, "there are 0", "inject"
+    ),
     "a model with dropout is evaluated in train mode": warned(
         lambda _: evaluated_in_train_mode(0.5), "drops entries in drop", "model.eval()"
     ),
