@@ -406,9 +406,14 @@ def _model_of(state: Any) -> Any:
     return state[0] if isinstance(state, tuple) and state else state
 
 
+def original_of(plan: Plan) -> Any:
+    """Returns the user's state, or NNX model, which `plan` was made for; None if it is gone."""
+    return _originals.get(plan, lambda: None)()
+
+
 def refuse_original(state: Any, plan: Plan, call: str) -> None:
     """Refuses the state that `plan` was made for: where nothing is sharded, it would fit."""
-    original = _originals.get(plan, lambda: None)()
+    original = original_of(plan)
     if original is not None and _model_of(state) is original:
         names = plan.kind.arguments
         returned = names[0] if len(names) == 1 else f"({', '.join(names)})"

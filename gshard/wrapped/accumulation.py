@@ -24,7 +24,7 @@ from gshard._util.in_flight import limit_in_flight
 from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import shown
 from gshard.data.batch import shard_batch
-from gshard.sharding.plan import Plan
+from gshard.sharding.plan import Plan, original_of
 from gshard.sharding.validate import refuse_donated
 from gshard.train.gradients import LocalGradients
 from gshard.train.made_in_loop import code_of
@@ -114,6 +114,7 @@ class Accumulation:
         self._pending: LocalGradients | None = None
         self._buffers: dict[str, Any] = {}
         self._depth = 0
+        self._before: tuple[list[Any], ...] | None = None
         self._sizes = {"bucket_size": bucket_size, "end_bucket_size": end_bucket_size}
         self._options = options
         self._free: Any = lambda: None
@@ -162,6 +163,8 @@ class Accumulation:
         """
         _refuse_more(args, kwargs)
         scaler = self._check_call(loss_fn, batch)
+        if not self.holds and self._before != ():
+            self._warn_of_original()
         scale = self._scale_of(loss_fn)
         loss_fn, given = self._given(loss_fn, batch, scale)
         compiled = self._compiled(loss_fn, given)
@@ -181,6 +184,26 @@ class Accumulation:
         self.scaler, self.scale = scaler, scale
         limit_in_flight(loss)  # when all is stored: Ctrl-C may come while it waits
         return loss if scale is None else loss / scale
+
+    def _warn_of_original(self) -> None:
+        """Warns, at the second step, where the model that was wrapped is updated in its place."""
+        models = original_of(self.plan), self.model
+        if models[0] is None:
+            return
+        # Arrays of before are not kept alive.
+        now = tuple([*map(weakref.ref, jax.tree.leaves(nnx.state(x, nnx.Param)))] for x in models)
+        before, self._before = self._before, now if self._before is None else ()
+        if before is None:
+            return
+        pairs = [zip(a, b, strict=False) for a, b in zip(before, now, strict=True)]
+        original, own = ([a() is not b() for a, b in x] for x in pairs)
+        if any(original) and not any(own):
+            warn(
+                "since the last backward the model that was wrapped has changed, and the wrapped "
+                "one has not: it is a copy. Make the optimizer of the wrapped model, "
+                "nnx.Optimizer(model, tx, wrt=nnx.Param), and update that one: "
+                "optimizer.update(model, model.grads)."
+            )
 
     def _check_call(self, loss_fn: Callable[..., Any], batch: Any) -> Any:
         """Returns the scaler of the loss, or None; refuses a call that cannot be right."""

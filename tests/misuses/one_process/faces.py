@@ -75,6 +75,19 @@ def other_tx(_):
     optimizer.step()
 
 
+def optimizer_of(wrapped_one: bool) -> Any:
+    """An optimizer of the model that is wrapped, or of the wrapped one."""
+    net, tx = plain(), optax.sgd(0.1)
+    model = gshard.paddle.DataParallel(net)
+    trained = model if wrapped_one else net
+    optimizer = nnx.Optimizer(trained, tx, wrt=nnx.Param)
+    for _ in range(3):
+        loss = model.backward(model_loss, BATCH)
+        optimizer.update(trained, model.grads)
+        model.clear_gradients()
+    return loss < model_loss(plain(), BATCH), wrapped_one
+
+
 def step_first(_):
     wrapped()[1].step()
 
@@ -277,6 +290,12 @@ def data_parallel() -> Any:
 
 
 ROWS = {
+    "the model that was wrapped is updated, and not the wrapped one": warned(
+        lambda _: optimizer_of(wrapped_one=False), "it is a copy", "of the wrapped model"
+    ),
+    "an optimizer of Flax updates the wrapped model": right(
+        lambda _: optimizer_of(wrapped_one=True)
+    ),
     "the tx of a wrapped optimizer is replaced": refused(
         other_tx, "optimizer.tx was replaced", "optimizer.set_lr(value)"
     ),
