@@ -124,6 +124,22 @@ def test_matrix_products_of_experts_are_exact_and_named():
     assert worst(found[1], wanted[1]) < 2e-5
 
 
+def test_matrix_products_of_experts_that_no_other_axis_shards_stay_on_their_devices():
+    p = {"experts": {"up": params()["experts"]["up"]}}
+    dims = jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(1, 2), p)
+    tx = muon(1e-2, muon_weight_dimension_numbers=dims)
+    state, plan = sharded({"shape": {"expert": 8}}, "os", p, tx, min_shard_size=100)
+
+    def loss(p, x):
+        return jnp.square(jnp.einsum("bd,edf->ebf", x, p["experts"]["up"])).mean()
+
+    step = gshard.make_train_step(loss, plan)  # and no warning
+    audit, x = gshard.audit(step, state, np.ones((8, D), np.float32)), step.budget.products
+    assert not any(row.purpose in ("optimizer", "compiler") for row in audit.collectives)
+    of_loss = 3 * 2 * 8 * D * F * E // 8  # at most: of the product and two derivatives
+    assert x.flops == x.one_device // 8 and 0 <= audit.flops - x.flops <= of_loss
+
+
 @pytest.mark.parametrize("tx", [optax.adafactor(1e-2, min_dim_size_to_factor=4), optax.lamb(1e-2)])
 def test_optimizers_across_the_entries_of_an_array(tx):
     loss = mean_loss("one-hot")

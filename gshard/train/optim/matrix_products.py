@@ -195,8 +195,9 @@ class GatheredUpdate:
                 self._gathered.add(out)
         return outs
 
-    def products(self, paths: Sequence[str] = ()) -> UpdateProducts:
-        """Counts the matrix products; `paths` name the inputs."""
+    def products(self, layouts: Sequence[Layout] = ()) -> UpdateProducts:
+        """Counts the matrix products; `layouts` are those of the inputs."""
+        group, kept, paths = self._plan.group, self._kept(layouts), [x.path for x in layouts]
         found = [UpdateProducts(x.flops, 0, x.sent) for x in self.owned]
         shared = {id(x) for group in self.owned for chain in group.chains for x in chain.steps}
         for step in self._steps:
@@ -206,7 +207,8 @@ class GatheredUpdate:
             elif step.has_product:
                 count = product_flops(step.eqn)
                 sharded = any(dim is not None for dim in self._dims_of(step))
-                own = count // (self._plan.group.size if sharded else 1)
+                devices = group.size if sharded else 1
+                own = count // (devices if kept.isdisjoint(step.ins) else group.experts)
                 found.append(UpdateProducts(0 if id(step) in shared else own, count))
         alone = [x for x in self._chains if id(x.steps[0]) not in shared]
         named = [(self._name(x, paths), sum(product_flops(s.eqn) for s in x.steps)) for x in alone]
@@ -216,6 +218,18 @@ class GatheredUpdate:
             sum(x.sent for x in found),
             (*named, *(pair for x in found for pair in x.unshared)),
         )
+
+    def _kept(self, layouts: Sequence[Layout]) -> set[int]:
+        """The values that XLA leaves sharded over the axis that parameters are kept on alone."""
+        dims: dict[int, Dim] = {
+            i: x.kept.dim
+            for i, x in zip(self._traced.inputs, layouts, strict=False)
+            if x.kept is not None and x.dim is None
+        }
+        for step in self._steps if dims else ():
+            outs, _ = sharded_dims(step.eqn, [dims.get(i) for i in step.ins])
+            dims.update(zip(step.outs, outs, strict=True))
+        return {i for i, dim in dims.items() if dim not in (None, UNKNOWN)}
 
     def _name(self, chain: Chain, paths: Sequence[str]) -> str:
         """Names a chain after the inputs that it is computed from: parameters, or else shapes."""
@@ -335,15 +349,19 @@ class GatheredUpdate:
         return later
 
     def warn_of_kept(self, layouts: Sequence[Layout]) -> None:
-        """Warns of kept parameters whose products need them on every device."""
+        """Warns of kept parameters whose products need them on other devices.
+
+        Where no other axis shards them, XLA leaves the products of each expert on its device.
+        """
         pairs = zip(self._traced.inputs, layouts, strict=True)
         needed = [x for i, x in pairs if i in self._product_inputs]
-        paths = {x.path: x.kept.axis for x in needed if x.kept is not None}
+        paths = {x.path: x.kept.axis for x in needed if x.kept is not None and x.dim is not None}
         for axis in set(paths.values()):
             warn(
                 f"the optimizer multiplies matrices made of {some(sorted(paths))}, which are kept "
-                f"on {axis!r}: they are gathered, and every device multiplies all of them. Give "
-                "the experts another optimizer, "
+                f"on {axis!r} and sharded over other axes too: they are sent to the devices that "
+                "multiply them, or gathered on all of them (step.budget.products). Give the "
+                "experts another optimizer, "
                 "optax.partition({'experts': optax.adamw(1e-3), ...}, labels)."
             )
 
@@ -384,6 +402,6 @@ def with_gathered_operands(
     on_host = (i for i, x in zip(traced.inputs, layouts, strict=True) if x.on_host)
     update.in_order = traced.computed_from(on_host).isdisjoint(update.sources.values())
     if record is not None:
-        record(update.products([layout.path for layout in layouts]))
+        record(update.products(layouts))
     gathers = update.sources or any(step.branches for step in traced.steps)
     return skippable.results(flat, update(flat) if gathers else skippable.run(flat))
