@@ -156,7 +156,10 @@ def wire_dtype(value: Any, name: str) -> str | Quantized | None:
         return found
     hint = did_you_mean(found.lower(), tuple(LARGEST))
     if isinstance(value, (tuple, list)):
-        hint = " Two dtypes are gshard.Precision(gather_dtype=, scatter_dtype=)."
+        hint = (
+            " Two dtypes are gshard.Precision('float32', gather_dtype=..., scatter_dtype=...), "
+            "whose first argument is the dtype to compute in."
+        )
     if found in _WIDER:
         hint = f" precision={found!r} sends parameters and gradients in it."
     raise GShardError(

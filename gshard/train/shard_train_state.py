@@ -189,8 +189,8 @@ def shard_train_state(
       precision: a `gshard.Precision`, or the name of a compute dtype such as `"bfloat16"`:
         `state.params` has that dtype, and the optimizer updates a sharded master copy in float32.
       wire: the dtype in which parameters are all-gathered and gradients reduce-scattered, such as
-        `"int8"`: short for `gather_dtype=` and `scatter_dtype=` of a `Precision`. By default arrays
-        are sent in the dtypes that they have.
+        `"int8"`: what `gather_dtype=` and `scatter_dtype=` of a `Precision` do, while parameters
+        keep their dtype. By default arrays are sent in the dtypes that they have.
       offload: keep the optimizer state with its master copies, and sharded parameters, in host
         memory; they are on the device only while they are used (page "Offload").
       indivisible: what happens to a large array none of whose dimensions is a multiple of the shard
