@@ -203,13 +203,25 @@ def _over_budget(budget: Budget, rows: Iterable[CollectiveRow]) -> Iterator[str]
             yield f"{kind} for {purpose}: the budget is {bound:,} elements, found {many}"
         # A quantized array that is sent as it is has no more elements than codes and scales.
         codes = sum(x.codes for x in traffic)
-        found = (x for x in rows if (x.kind, x.purpose, x.scalar) == (kind, purpose, False))
-        plain = sum_known(x.elements for x in found if x.dtype.startswith(("f", "bf")))
+        plain = _floats(x for x in rows if (x.kind, x.purpose, x.scalar) == (kind, purpose, False))
         if codes and plain is not None and plain > bound - codes:
             yield (
                 f"{kind} for {purpose}: the budget of what is not quantized is {bound - codes:,} "
                 f"elements, found {plain:,}"
             )
+
+
+def _floats(rows: Iterable[CollectiveRow]) -> int | None:
+    """Sums the elements that are sent as floating-point numbers over the axes of codes, if any.
+
+    Over model-parallel axes XLA itself gathers what is decoded.
+    """
+    floats, codes = list[CollectiveRow](), list[CollectiveRow]()
+    for row in rows:
+        (floats if row.dtype.startswith(("f", "bf")) else codes).append(row)
+    axes = {axis for x in codes for axis in x.axes or (None,)}  # None: of sub-groups
+    over = [x for x in floats if not axes or axes & {*(x.axes or (None,))}]
+    return sum_known(x.elements for x in over)
 
 
 def _report(found: Audit) -> list[Table]:
