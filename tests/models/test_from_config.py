@@ -147,34 +147,32 @@ def test_a_sequence_without_a_fitting_divisor_is_padded():
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
-@pytest.mark.parametrize(("model", "config"), [(gpt2, GPT2), (llama, LLAMA)])
-def test_tokens_in_a_byte_train_as_wider_ones_do(model, config):
+def loss_of(model, **config):
+    """A jitted function of tokens and labels: loss and gradient of a model of one layer."""
+    config |= {"n_layer": 1} if model is gpt2 else {"num_hidden_layers": 1}
+    model = model.from_config(config, dtype="float32")
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8), int))["params"]
+    grad = jax.value_and_grad(lambda p, *x: model.apply({"params": p}, *x))
+    return jax.jit(lambda *x: grad(params, *x))
+
+
+def test_tokens_in_a_byte_train_as_wider_ones_do():
     """The vocabulary is larger than a byte can count to."""
-    model = model.from_config(config | {"vocab_size": 300}, dtype="float32")
     rows = np.random.default_rng(0).integers(0, 256, (2, 9))
-    params = model.init(jax.random.key(0), rows)["params"]
-
-    def of(dtype):
-        x = jnp.asarray(rows, dtype)
-        loss = lambda p: model.apply({"params": p}, x[:, :-1], x[:, 1:])  # noqa: E731
-        return jax.jit(jax.value_and_grad(loss))(params)
-
-    for a, b in zip(jax.tree.leaves(of("uint8")), jax.tree.leaves(of("int32")), strict=True):
+    loss = loss_of(llama, **LLAMA | {"vocab_size": 300})
+    rows = [rows.astype(dtype) for dtype in ("uint8", "int32")]
+    found, wanted = (loss(x[:, :-1], x[:, 1:]) for x in rows)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("label", [-100, 61])
 @pytest.mark.parametrize(("model", "config"), [(gpt2, GPT2), (llama, LLAMA)])
-def test_a_label_outside_the_vocabulary_is_nan_in_both_passes(model, config, label):
-    model = model.from_config(config, dtype="float32")
-    rows = jnp.arange(18).reshape(2, 9)
-    params = model.init(jax.random.key(0), rows)["params"]
-    loss = lambda p, words: model.apply({"params": p}, rows, words)  # noqa: E731
-    found = jax.jit(jax.value_and_grad(loss))
-    for word, finite in ((60, True), (label, False)):
-        value, grads = found(params, rows.at[1, 3].set(word))
-        norm = sum(jnp.sum(x) for x in jax.tree.leaves(grads))
-        assert jnp.isfinite(value) == jnp.isfinite(norm) == finite
+def test_a_label_outside_the_vocabulary_is_nan_in_both_passes(model, config):
+    loss, rows = loss_of(model, **config), jnp.arange(18).reshape(2, 9)
+    for label, finite in ((0, True), (60, True), (61, False), (-1, False), (-100, False)):
+        value, grads = loss(rows, rows.at[1, 3].set(label))
+        total = sum(jnp.sum(x) for x in jax.tree.leaves(grads))
+        assert jnp.isfinite(value) == jnp.isfinite(total) == finite
 
 
 def test_the_gradient_of_a_head_over_many_slices_is_that_of_one_product():
