@@ -20,9 +20,11 @@ def tried(rows: list[Found], **about: str) -> Iterator[None]:
     """If the body fails, adds a row: what it was about, and its error."""
     try:
         yield
-    except (Exception, SystemExit) as error:  # SystemExit: of a `ProcessGroup`, with its output
+    except (Exception, SystemExit) as error:
         said = f"{type(error).__name__}: {error}"
-        said = (reason_in(said) if isinstance(error, SystemExit) else "") or said
+        if isinstance(error, SystemExit):  # of a `ProcessGroup`, with its output
+            first, *output = said.splitlines()
+            said = f"{first} {reason_in(said) or ''.join(output[-1:])}"
         rows.append({**about, "error": one_line(said)})
 
 

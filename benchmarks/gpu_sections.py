@@ -208,7 +208,9 @@ def offload(small: bool) -> Iterator[Found]:
     for name in ("device", "host"):
         with tried(rows, **{"optimizer state": name}):
             given = {"offload": name == "host", **_shard(small)}
-            programs[name] = by_gshard(problem, examples, "os_g", mesh, **given)
+            program = by_gshard(problem, examples, "os_g", mesh, **given)
+            program.run()  # one that fails leaves the other
+            programs[name] = program
     for name, _, seconds, losses in _timed(programs, small):
         state = jax.tree.leaves(programs[name].state()[1])
         kinds: dict[str, int] = collections.Counter()
@@ -258,9 +260,10 @@ def ranks(small: bool, until: float) -> Iterator[Found]:
     try:
         for name in cases(RANKS):
             with tried(rows, case=name):
+                seconds = row_seconds(until)
                 group = group or ProcessGroup("benchmarks.gpu_ranks", [name], RANKS)
                 try:
-                    found = group.step(row_seconds(until))
+                    found = group.step(seconds)
                 except SystemExit:
                     group = None  # it has stopped; the next case gets new processes
                     raise

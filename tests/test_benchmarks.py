@@ -373,15 +373,17 @@ def test_ranks_share_the_first_visible_gpu(monkeypatch):
 
 
 def test_a_row_that_fails_leaves_the_others():
-    rows = []
-    for i, error in enumerate([None, ValueError("of\nthis"), SystemExit("ended:\nMyError: x\n")]):
+    rows, late = [], SystemExit("late:\na\nb")
+    raised = [None, ValueError("of\nthis"), SystemExit("ended:\nMyError: x\nb"), late]
+    for i, error in enumerate(raised):
         with gpu_rows.tried(rows, model=f"m{i}", level="os"):
             if error:
                 raise error
             rows.append({"model": "m0", "level": "os", "loss": 1.0})
-    assert [row.get("error") for row in rows] == [None, "ValueError: of this", "MyError: x"]
+    errors = [None, "ValueError: of this", "SystemExit: ended: MyError: x", "SystemExit: late: b"]
+    assert [row.get("error") for row in rows] == errors
     assert gpu_rows.failed(rows, None, "and more") == (
-        "m1 os: ValueError: of this; m2 os: MyError: x; and more"
+        f"m1 os: {errors[1]}; m2 os: {errors[2]}; m3 os: {errors[3]}; and more"
     )
     assert gpu_rows.done(rows) == rows[:1] and gpu_rows.failed(rows[:1]) is None
 
@@ -429,7 +431,8 @@ def test_a_case_of_ranks_that_ends_its_processes_leaves_the_others(monkeypatch):
     *_, found = gpu_sections.ranks(True, time.time() + 600)
     assert Group.begun == ["dp", "p_g_os"] and len(Group.stopped) == 1
     assert [row["case"] for row in found["rows"]] == list(gpu_ranks.cases(4))
-    assert found["wrong"] == "os_g: RuntimeError: NCCL failed; not those of plain jit: p_g_os"
+    ended = "os_g: SystemExit: a process of the benchmark ended: RuntimeError: NCCL failed"
+    assert found["wrong"] == f"{ended}; not those of plain jit: p_g_os"
 
 
 def test_processes_use_the_first_two_visible_gpus(monkeypatch):
