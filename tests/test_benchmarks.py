@@ -79,7 +79,7 @@ def test_the_trace_of_one_more_array_calls_little_more_python_than_that_of_gspmd
     ours, theirs = (
         calls(make, 10) - calls(make, 6) for make in (first_step.by_gshard, first_step.by_gspmd)
     )
-    assert ours < 1.37 * theirs, (ours, theirs)
+    assert ours < 1.39 * theirs, (ours, theirs)
 
 
 @pytest.mark.slow
