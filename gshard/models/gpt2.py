@@ -103,7 +103,8 @@ class GPT2(nn.Module):
         place = nn.Embed(
             self.positions, D, dtype=self.dtype, embedding_init=START, name="positions"
         )
-        x_BxTxD = embed(tokens_BxT) + place(jnp.arange(T))
+        # As in Llama: bytes are too narrow.
+        x_BxTxD = embed(tokens_BxT.astype(jnp.int32)) + place(jnp.arange(T))
 
         layers = stack_of(Block, self.layers, self.remat)
         x_BxTxD, _ = layers(self.layers, self.heads, self.dtype, name=STACK)(x_BxTxD, None)

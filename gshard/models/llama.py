@@ -197,7 +197,8 @@ class Llama(nn.Module):
     def __call__(self, tokens_BxT: jax.Array, next_BxT: jax.Array | None = None) -> jax.Array:
         D, V, T = self.sizes.width, self.sizes.vocabulary, tokens_BxT.shape[1]
         embed = nn.Embed(V, D, dtype=self.dtype, name="embed")
-        x_BxTxD = hold(embed(tokens_BxT), self.batch_sharding)
+        # In bytes, XLA:CPU without fusion emitters reads another entry beyond 256 (jaxlib 0.10.2).
+        x_BxTxD = hold(embed(tokens_BxT.astype(jnp.int32)), self.batch_sharding)
         layers = stack_of(Block, self.sizes.layers, self.remat)
         layer = self.sizes, self.dtype, self.attention, self.batch_sharding
         x_BxTxD, _ = layers(*layer, name=STACK)(x_BxTxD, None)

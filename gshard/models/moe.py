@@ -154,7 +154,8 @@ class MoE(nn.Module):
     @nn.compact
     def __call__(self, tokens_BxT: jax.Array, next_BxT: jax.Array) -> Any:
         D, V, T = self.sizes.width, self.sizes.vocabulary, tokens_BxT.shape[1]
-        x_BxTxD = nn.Embed(V, D, dtype=self.dtype, name="embed")(tokens_BxT)
+        embed = nn.Embed(V, D, dtype=self.dtype, name="embed")
+        x_BxTxD = embed(tokens_BxT.astype(jnp.int32))  # as in Llama: bytes are too narrow
         layers = stack_of(Block, self.sizes.layers, self.remat)
         layers = layers(self.sizes, self.routing, self.dtype, name=STACK)
         x_BxTxD, uneven_L = layers(x_BxTxD, None)

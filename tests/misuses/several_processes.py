@@ -609,7 +609,7 @@ ROWS: dict[str, Row] = {
     "the output of a wrapped model": right(called(0)),
     "the output of a wrapped model for an array that is no batch": right(scaled_by),
     "an array that is no batch differs": refused(
-        lambda r: scaled_by(r, 1.0 + r), "[20]", "no array of examples"
+        lambda r: scaled_by(r, 1.0 + r), "[20]", "not an array of examples"
     ),
     "another number of examples for the output of a wrapped model": refused(called(-1), "examples"),
     "a train step on one process, an eval step on the other": refused(

@@ -183,7 +183,7 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path):
         (
             "E1\nXlaError: Couldn't find a suitable version of nvlink. The",
             1,
-            "gshard[aot-gpu]",
+            "nvidia-cuda-nvcc",
         ),
         ("OSError: [Errno 28] No space left on device: 'x.so'", 1, "the disk is full"),
         ("terminate called after throwing 'std::bad_alloc'", -6, "too little memory"),

@@ -16,6 +16,10 @@ import numpy as np
 import gshard
 
 
+def leave():
+    sys.exit(0)
+
+
 def place(size: int) -> dict[str, object]:
     """Who this is, a sum over all, and a result larger than any pipe."""
     gshard.distributed.initialize()

@@ -181,7 +181,7 @@ def test_a_function_that_leaves_by_os_exit_is_named():
         gshard.distributed.spawn(os._exit, (0,), nprocs=1, virtual_devices=1)
     said = "process 0 of 1 ended with the exit code 0 before its function returned, as after os._e"
     assert str(caught.value).startswith(said) and caught.value.exit_code == 0
-    assert gshard.distributed.spawn(sys.exit, (0,), nprocs=1, virtual_devices=1) == [None]
+    assert gshard.distributed.spawn(functions.leave, nprocs=1, virtual_devices=1) == [None]
 
 
 @pytest.mark.parametrize("files", [4, 25], ids=["for the guardian", "for all"])
