@@ -15,6 +15,7 @@ def of_project(root: Path) -> Iterator[str]:
     """Paths of the project's TOML files; git is not asked, since it may not be there."""
     for folder, inner, names in os.walk(root):
         inner[:] = [x for x in inner if not x.startswith(".") and x not in ("build", "dist")]
+        inner[:] = [x for x in inner if not os.path.exists(os.path.join(folder, x, "pyvenv.cfg"))]
         yield from (os.path.join(folder, name) for name in names if name.endswith(".toml"))
 
 

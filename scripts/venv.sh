@@ -13,7 +13,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-dir=$1
+dir=${1%/}
 extras=$2
 stamp=$dir/.gshard-installed-${extras//,/-}
 
@@ -59,7 +59,7 @@ find_python() {
 # Everything that decides what must be installed.
 fingerprint() {
     cksum pyproject.toml gshard/_util/version.py
-    "$dir/bin/python" -c 'import os, sys; print(sys.version, os.path.realpath(sys.prefix))'
+    "$dir/bin/python" -c 'import os, sys; print(sys.version, os.path.realpath(sys.prefix))' 2>/dev/null
 }
 
 has_pip() { "$dir/bin/python" -m pip --version >/dev/null 2>&1; }
@@ -87,13 +87,14 @@ if ready; then exit 0; fi
 # One call at a time, as of `make` in two terminals. The system frees the lock of a process that ends.
 if works; then python=$dir/bin/python; else find_python; fi
 mkdir -p "$(dirname "$dir")"
-exec 9>"$dir-lock"
-"$python" -c 'import fcntl, sys
+if ! { exec 9>"$dir-lock"; } 2>/dev/null || ! "$python" -c 'import fcntl, sys
 try:
     fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
 except BlockingIOError:
     print("== waiting for another make, which installs into", sys.argv[1], flush=True)
-    fcntl.flock(9, fcntl.LOCK_EX)' "$dir" || say "$dir-lock cannot be locked: run one make at a time"
+    fcntl.flock(9, fcntl.LOCK_EX)' "$dir"; then
+    say "$dir-lock cannot be locked: run one make at a time"
+fi
 if ready; then exit 0; fi
 
 if ! works; then
@@ -125,5 +126,6 @@ say "installing gshard and its extras [$extras] into $dir${size:-}"
     ${UPGRADE:+--upgrade --upgrade-strategy eager} --editable ".[$extras]" </dev/null
 # On all cores, where pip compiles on one. Some packages have files that are no Python of this version.
 "$dir/bin/python" -m compileall -q -j 0 "$dir/lib" >/dev/null 2>&1 || true
-fingerprint > "$stamp"
+fingerprint > "$dir/.new-stamp"
+mv "$dir/.new-stamp" "$stamp"  # whole or not at all: half a stamp is that of another environment
 say "$dir is ready"

@@ -6,6 +6,7 @@ import importlib.metadata
 import inspect
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -263,6 +264,21 @@ def test_a_ci_that_is_stopped_leaves_no_process(tmp_path):
     assert not alive
 
 
+@pytest.mark.parametrize(("version", "kept"), [("3.13.0", True), ("3.14.2", False)])
+def test_ci_creates_its_newest_environment_again_for_another_python(tmp_path, version, kept):
+    ci = (ROOT / ".ci" / "run").read_text()
+    found = re.search(r"^newest_environment\(\) {$.*?^}$", ci, re.MULTILINE | re.DOTALL)
+    for path, says in ((".venv-newest/bin/python", "3.13.0"), ("new", version)):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(f"#!/bin/sh\necho {says}\n")
+        (tmp_path / path).chmod(0o755)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "venv.sh").symlink_to("/bin/true")
+    script = f"set -euo pipefail\n{found[0]}\nnewest_environment ./new"
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, check=True)
+    assert (tmp_path / ".venv-newest").exists() == kept
+
+
 def fake_python(folder: Path, version: str, has_venv: bool) -> str:
     """A program that answers the three questions that scripts/venv.sh asks a Python."""
     old = "exit 1" if version < "3.11" else "exit 0"
@@ -313,8 +329,10 @@ case "$*" in
   *"-m venv"*)
     mkdir -p "$3/bin"; touch "$3/pyvenv.cfg"; sleep 0.3; cp "$0" "$3/bin/python" || exit 1 ;;
   *"pip install"*) sleep 0.3 ;;
-  *"-m ensurepip"*|*"pip --version"*) exit $NO_PIP ;;
-  *sys.version*sys.prefix*) echo "3.11.7 $(cd "$(dirname "$0")/.." && pwd)" ;;
+  *"-m ensurepip"*|*"pip --version"*) exit ${NO_PIP:-0} ;;
+  *sys.version*sys.prefix*)
+    if [ -n "${KILLS:-}" ]; then kill -9 $PPID; exit; fi
+    echo "3.11.7 $(cd "$(dirname "$0")/.." && pwd)" ;;
   *sys.prefix*) cd "$(dirname "$0")/.." && pwd ;;
   *sys.version*|*%d.%d*) echo 3.11.7 ;;
 esac
@@ -329,14 +347,14 @@ def set_up(tmp_path):
     fake.chmod(0o755)
     log = tmp_path / "log"
 
-    def start(name, extras="test", python=fake, no_pip=0):
+    def start(name, extras="test", python=fake, folder=".venv", **own):
         checkout = tmp_path / name
         for file in ("scripts/venv.sh", "pyproject.toml", "gshard/_util/version.py"):
             (checkout / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, checkout / file)
-        own = {"LOG": log, "REAL": sys.executable, "PYTHON": python, "NO_PIP": no_pip}
+        own |= {"LOG": log, "REAL": sys.executable, "PYTHON": python}
         return subprocess.Popen(
-            ["bash", "scripts/venv.sh", ".venv", extras],
+            ["bash", "scripts/venv.sh", folder, extras],
             cwd=checkout,
             env={"PATH": "/usr/bin:/bin", **{k: str(v) for k, v in own.items()}},
             stdin=subprocess.DEVNULL,
@@ -364,10 +382,37 @@ def test_set_up_creates_a_moved_environment_again(set_up, tmp_path):
     assert set_up("after").communicate()[0] == ""
 
 
+def test_set_up_keeps_an_environment_whose_stamp_was_not_written(set_up, tmp_path):
+    process = set_up("here", KILLS=1)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    (tmp_path / "here" / ".venv" / "mine").touch()
+    said, _ = set_up("here").communicate()
+    assert "again" not in said and (tmp_path / "here" / ".venv" / "mine").exists()
+
+
+def test_set_up_creates_an_environment_without_its_python_again(set_up, tmp_path):
+    set_up("here").communicate()
+    (tmp_path / "here" / ".venv" / "bin" / "python").unlink()
+    said, _ = set_up("here").communicate()
+    assert said.startswith("== .venv does not work any more; creating it again\n")
+
+
+def test_set_up_locks_beside_the_folder_or_says_that_it_cannot(set_up, tmp_path):
+    set_up("here", folder=".venv/").communicate()
+    lock = tmp_path / "here" / ".venv-lock"
+    lock.unlink()  # it was there
+    lock.mkdir()
+    process = set_up("here", "docs", folder=".venv/")
+    said, _ = process.communicate()
+    assert process.returncode == 0
+    assert said.startswith("== .venv-lock cannot be locked: run one make at a time\n")
+
+
 def test_set_up_leaves_an_environment_without_pip_alone(set_up, tmp_path):
     set_up("here").communicate()
     (tmp_path / "here" / ".venv" / "mine").touch()
-    process = set_up("here", "docs", no_pip=1)
+    process = set_up("here", "docs", NO_PIP=1)
     said, _ = process.communicate()
     assert process.returncode == 1
     assert "gshard: .venv has no pip that works" in said
@@ -396,8 +441,9 @@ def test_toml_checker_finds_the_files_itself(tmp_path):
     script = shutil.copy(ROOT / "scripts" / "check_toml.py", tmp_path / "scripts")
     nothing = run(sys.executable, script)
     assert (nothing.returncode, nothing.stdout) == (1, f"there is no TOML file in {tmp_path}\n")
-    for folder in ("configs", ".venv"):
+    for folder in ("configs", ".venv", "env"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "bad.toml").write_text("a = \n")
+    (tmp_path / "env" / "pyvenv.cfg").touch()
     assert run(sys.executable, script).stdout.count("bad.toml") == 1
     assert run(sys.executable, "scripts/check_toml.py").returncode == 0
