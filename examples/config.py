@@ -31,7 +31,7 @@ class Arguments:
 
     width: int = setting(160, "size of the residual stream")
     layers: int = setting(3, "number of blocks")
-    heads: int = setting(5, "attention heads; twice as many must divide width")
+    heads: int = setting(5, "attention heads; width must be a multiple of twice this number")
     sequence: int = setting(64, "bytes the model sees at once")
     scan: bool = setting(True, "one compiled block for all layers (nn.scan)")
     remat: bool = setting(False, "recompute a block's activations in the backward pass")
@@ -176,13 +176,14 @@ def check_whole(config: Config) -> Config:
     width, heads = config.arguments.width, config.arguments.heads
     if width % (2 * heads):
         raise ConfigError(
-            f"arguments.width={width} must be a multiple of 2 x arguments.heads={2 * heads}"
+            f"arguments.width={width} must be a multiple of 2 x arguments.heads "
+            f"= 2 x {heads} = {2 * heads}"
         )
     experts, chosen = config.arguments.experts, config.arguments.chosen
     if experts and (not 0 < chosen <= experts or 4 * width % chosen):
         raise ConfigError(
             f"arguments.chosen={chosen} must be at most arguments.experts={experts}, and divide "
-            f"4 x arguments.width={4 * width}"
+            f"4 x arguments.width = 4 x {width} = {4 * width}"
         )
     shared = config.expert > 1 and (not experts or experts % config.expert)
     if config.devices % config.expert or shared:
@@ -241,7 +242,7 @@ def parse(
         )
     values = read_file(given.file)
     if others := [name for name in without if name in values]:
-        raise ConfigError(f"{given.file}: {key_in_file(others[0])} has no effect on this program")
+        raise ConfigError(f"{given.file}: {key_in_file(others[0])} is not used by this program")
     for name, word in vars(given).items():
         if name == "file":
             continue

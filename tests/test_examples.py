@@ -115,7 +115,7 @@ def test_bad_file_is_named_with_key_and_fix(write, content, said):
         (["--steps", "many"], "steps must be an int, but is 'many' (str)"),
         (["--arguments.scan", "maybe"], "arguments.scan must be a bool"),
         (["--batch_size", "20"], "devices x micro_batches = 8 x 4 = 32"),
-        (["--arguments.heads", "32"], "width=160 must be a multiple of 2 x arguments.heads=64"),
+        (["--arguments.heads", "32"], "must be a multiple of 2 x arguments.heads = 2 x 32 = 64"),
         (["--arguments.heads", "0"], "arguments.heads=0 must be at least 1"),
         (["--arguments.sequence", "0"], "arguments.sequence=0 must be at least 1"),
         (["--devices", "0"], "devices=0 must be at least 1"),
@@ -149,7 +149,7 @@ def test_settings_without_an_effect_are_refused(monkeypatch, write):
     assert config.parse([], **without).arguments.experts
     with pytest.raises(config.ConfigError, match="unknown option '--prompt'"):
         config.parse(["--prompt", "x"], **without)
-    with pytest.raises(config.ConfigError, match=r"training.prompt has no effect on this program"):
+    with pytest.raises(config.ConfigError, match=r"training.prompt is not used by this program"):
         config.parse([write('[training]\nprompt = "x"')], **without)
 
 

@@ -81,8 +81,9 @@ class Sizes:
     def __post_init__(self) -> None:
         counts = self.layers, self.width, self.heads, self.kv_heads, self.mlp, self.vocabulary
         need(min(counts) > 0, f"{self}: each must be at least 1")
-        pairs = 2 * self.heads
-        need(self.width % pairs == 0, f"width={self.width} must be a multiple of 2 x heads={pairs}")
+        pairs = f"2 x heads = 2 x {self.heads} = {2 * self.heads}"
+        fits = self.width % (2 * self.heads) == 0
+        need(fits, f"width={self.width} must be a multiple of {pairs}")
         fits = self.heads % self.kv_heads == 0
         need(fits, f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
 

@@ -125,6 +125,6 @@ def only_with(config: Mapping[str, Any], **known: Any) -> None:
 
 
 def need(possible: bool, what: str) -> None:
-    """Refuses sizes that do not fit each other; `what` says which must be."""
+    """Refuses sizes that do not fit each other; `what` says what they must be."""
     if not possible:
         raise gshard.GShardError(f"These sizes do not fit together: {what}.")

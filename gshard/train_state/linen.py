@@ -133,7 +133,7 @@ class Linen(Kind):
             warn(
                 f"{place_of(loss_fn)} takes rng=, and make_train_step was given none: dropout and "
                 "the like would be off. Pass rng=jax.random.key(0) to make_train_step; if this is "
-                "meant, pass functools.partial(loss_fn, rng=None) as the loss."
+                "intended, pass functools.partial(loss_fn, rng=None) as the loss."
             )
         for name in _fields(state, True):
             if isinstance(getattr(state, name), DynamicScale):

@@ -333,10 +333,14 @@ class Watch:
                 if scale is not None:
                     fix = f"see why a loss scale of {scale} does not help"
                     limit = f", and {_FALLING} times that while the loss scale falls."
+                what = f"step {first} had non-finite gradients: those of {named}. This step"
+                if row > 1:
+                    what = (
+                        f"{row} consecutive steps had non-finite gradients, starting at step "
+                        f"{first} with those of {named}. These steps"
+                    )
                 raise NonFiniteError(
-                    f"{row} {'consecutive steps' if row > 1 else 'step'} had non-finite gradients, "
-                    f"starting at step {first} with those of "
-                    f"{named}. These steps changed nothing. Look at the batches and the loss of "
+                    f"{what} changed nothing. Look at the batches and the loss of "
                     "that step (jax_debug_nans finds the operation), lower the learning rate, or "
                     f"{fix}. max_bad_steps= sets the limit{limit}"
                 )

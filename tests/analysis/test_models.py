@@ -84,7 +84,7 @@ def test_a_config_can_be_planned_with(path):
 @pytest.mark.parametrize(
     ("make", "given", "said"),
     [
-        (llama, {"heads": 3}, "width=4096 must be a multiple of 2 x heads=6"),
+        (llama, {"heads": 3}, "width=4096 must be a multiple of 2 x heads = 2 x 3 = 6"),
         (llama, {"kv_heads": 5}, "heads=32 must be a multiple of kv_heads=5"),
         (llama, {"layers": 0}, "at least 1"),
         (llama, {"sequence": 0}, "sequence=0 must be at least 1"),
