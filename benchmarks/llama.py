@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding
 
 from gshard._util.errors import GShardError
 from gshard.models import llama
-from gshard.models.by_slices import SLICE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +23,9 @@ class Sizes:
     sequence: int = 2048
 
     def __post_init__(self) -> None:
-        sliced = self.sequence <= SLICE or self.sequence % SLICE == 0
-        if min(dataclasses.astuple(self)) < 1 or self.width % 128 or not sliced:
+        if min(dataclasses.astuple(self)) < 1 or self.width % 128:
             raise GShardError(
-                f"{self} cannot be: the width is a multiple of 128 (one head), and the sequence "
-                "of 128 or shorter than that."
+                f"{self} cannot be: each is at least 1, and the width a multiple of 128 (one head)."
             )
 
     def model(self, batch_sharding: NamedSharding | None = None) -> llama.Llama:

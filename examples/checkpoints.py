@@ -1,4 +1,4 @@
-"""Saves and resumes a training, with its losses so far, after a kill or an order to stop."""
+"""Saves and resumes a training run, with its losses so far, after a kill or an order to stop."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Checkpoints:
 
 
 def refuse_other_settings(config: Config) -> None:
-    """A folder is of one training, so that the losses are those of a run that never stopped."""
+    """A folder is of one training run, so that the losses are those of a run that never stopped."""
     if not config.checkpoints:
         return
     now, file = what_decides_the_numbers(config), Path(config.checkpoints) / "settings.json"
@@ -83,8 +83,8 @@ def refuse_other_settings(config: Config) -> None:
         for name in now:
             if then.get(name) != now[name]:
                 raise ConfigError(
-                    f"{config.checkpoints} holds a training with {name}={then.get(name)}, and now "
-                    f"{name}={now[name]}: choose another folder for checkpoints"
+                    f"{config.checkpoints} holds a training run with {name}={then.get(name)}, and "
+                    f"now {name}={now[name]}: choose another folder for checkpoints"
                 )
     elif gshard.distributed.process_index() == 0:
         try:

@@ -1,4 +1,4 @@
-"""Kill a training at a random moment, start it again, and compare with one that never stopped.
+"""Kill a training run at a random moment, start it again, and compare with one that never stopped.
 
     python -m examples.kill_and_resume [configs/demo.toml] [--steps 50] ...
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import re
 import shutil
@@ -28,7 +29,7 @@ COMPARED = 20  # steps after the kill, at least
 
 
 class TrainingError(RuntimeError):
-    """A training that ended otherwise than it should."""
+    """A training run that ended otherwise than it should."""
 
 
 class Training:
@@ -91,12 +92,18 @@ def never_stopped(config: Config) -> list[float]:
     return results["runs"][-1]["losses"]
 
 
+def half(config: Config) -> dict[str, int]:
+    """Settings of half of the devices, of which as many share the experts as can."""
+    fewer = config.devices // 2 if config.devices % 2 == 0 else 1
+    return {"devices": fewer, "expert": math.gcd(config.expert, fewer)}
+
+
 def main(config: Config, folder: Path) -> bool:
     """Whether the losses were identical."""
     began, unbroken = time.monotonic(), never_stopped(config)
     level, steps = config.levels[-1], config.steps
     other = "os" if level == "os_g" else "os_g"
-    fewer = config.devices // 2 if config.devices % 2 == 0 else 1
+    fewer = half(config)
     common = {"one_device": "false", "save_every": max(1, steps // 50)}
     print(f"\nKilled and started again, at {level} on {config.devices} devices:\n", flush=True)
 
@@ -119,14 +126,14 @@ def main(config: Config, folder: Path) -> bool:
     until = min(start + COMPARED, steps)
     with (
         Training(folder / "first", level, **common) as again,
-        Training(folder / "second", other, devices=fewer, **common) as moved,
+        Training(folder / "second", other, **fewer, **common) as moved,
     ):
         for training in (again, moved):
             training.wait_until(until)
             if until < steps:
                 training.process.terminate()
         print(f" again    {again.end()}")
-        print(f" moved    {moved.end()}, to {other} on {fewer} devices")
+        print(f" moved    {moved.end()}, to {other} on {fewer['devices']} devices")
 
     losses = again.losses()
     same = losses == unbroken[: len(losses)]

@@ -29,7 +29,7 @@ from examples import gpt, text
 from examples.checkpoints import refuse_other_settings
 from examples.config import Config, ConfigError, parse
 from examples.report import TABLE_WIDTH, Meter, table, write_picture
-from examples.training import make_state, shard_options, train_at, train_on_one_device
+from examples.training import check_levels, make_state, train_at, train_on_one_device
 
 
 def printable(sampled: bytes) -> str:
@@ -74,11 +74,7 @@ def main(config: Config) -> None:
         + f"{config.micro_batches} micro-batches a step"
     )
     refuse_other_settings(config)
-    # A plan needs no arrays: a level that does not exist is refused now, not after the first run.
-    for level in config.levels:
-        gshard.shard_train_state(
-            jax.eval_shape(lambda: start), mesh, level, **shard_options(config)
-        )
+    check_levels(config, start, mesh)
 
     # ---- one run on one device, one run per level ------------------------------------------------
 

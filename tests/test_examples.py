@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from rich.console import Console
 
 import gshard
 from benchmarks.groups import free_address
-from examples import config, gpt, text, training
+from examples import config, gpt, kill_and_resume, text, train_moe, training
 from examples.measure import KINDS, Run, bytes_on_first_device, carried_by_micro_batch_loop
 from examples.report import Meter, write_picture
 from gshard.analysis.config import read_config
@@ -46,6 +47,14 @@ def write(tmp_path):
 @pytest.mark.parametrize("name", ["demo", "smallest", "moe", "moe-smallest"])
 def test_shipped_settings_are_good(name):
     assert config.parse([str(ROOT / "configs" / f"{name}.toml")]).steps > 0
+
+
+@pytest.mark.parametrize(("name", "expert"), [("smallest", 1), ("moe", 4), ("moe-smallest", 4)])
+def test_half_of_the_devices_can_train_what_all_can(name, expert):
+    read = config.parse([str(ROOT / "configs" / f"{name}.toml")])
+    half = kill_and_resume.half(read)
+    assert half == {"devices": 4, "expert": expert}
+    config.check_whole(dataclasses.replace(read, **half))
 
 
 @pytest.mark.parametrize("name", ["demo", "smallest", "moe", "moe-smallest"])
@@ -388,6 +397,15 @@ def test_demo_of_experts_matches_one_device_and_sends_less(tmp_path):
     assert 2 * kept.sent < gathered.sent
     assert dense.exchanged == 0 and len(dense.losses) == len(reference.losses)
     assert f"Losses of {len(runs)} runs are those of one device to" in printed
+
+
+@pytest.mark.slow
+def test_an_unknown_level_is_refused_before_the_first_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(ROOT)
+    words = ["configs/moe-smallest.toml", "--levels=os_g,zero9", "--output", str(tmp_path)]
+    with pytest.raises(gshard.GShardError, match="zero9"):
+        train_moe.main(config.parse(words))
+    assert "one device" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -37,7 +37,6 @@ TINY = ("--layers", "2", "--width", "128", "--vocabulary", "512", "--sequence", 
         (["--target", "cpu:8", "--level", "zero9"], "Choose one of dp, os, os_g, p_g_os"),
         (["--target", "cpu:8", "--width", "100"], "a multiple of 128"),
         (["--target", "cpu:8", "--layers", "0"], "layers=0"),
-        (["--target", "cpu:8", "--sequence", "192"], "the sequence of 128"),
     ],
 )
 def test_what_cannot_be_is_one_line(given, said):
