@@ -200,7 +200,8 @@ def open_page(file: str | None) -> contextlib.AbstractContextManager[NewFile | N
 # ---- options, and configs ------------------------------------------------------------------------
 
 _MEANINGS = {
-    "levels": "levels to look at, such as os,os_g (default: all four)",
+    "levels": "levels to look at, such as os,os_g (default: those of the config, "
+    "otherwise all four)",
     "devices": "number of devices",
     "target": "the machine, such as h100:32x8, tpu-v5e:16x16 or cpu:8",
     "replica": "replicas of the sharded state (hybrid sharding)",
@@ -212,7 +213,7 @@ _MEANINGS = {
     "accumulate": "how gradients accumulate: level, local, scatter or sync",
     "reshard_after_forward": "true, false, or over how many devices parameters stay sharded until "
     "the backward pass",
-    "offload": "alone, or true: the optimizer state is stored in the host's memory",
+    "offload": "alone, or true: optimizer state and sharded parameters are stored in host memory",
 }
 
 
