@@ -231,7 +231,7 @@ def _warn_of_sharded_stacks(values: Sequence[Any]) -> None:
     if paths:
         warn(
             f"a scan iterates over dimension 0 of {some(paths)}, and the blocks of quantized "
-            "arrays are along it: their layers are sent as they are. Name that dimension: "
+            "arrays are along it, so their layers are sent unquantized. Name that dimension: "
             f"shard_train_state(..., scan_axes={{'^{paths[0]}$': 0}}), or a pattern for all."
         )
     specs = [v.spec for v in params if v.base is None and not v.spec.scannable]
