@@ -22,7 +22,7 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
 FASTEST := tests/test_imports.py tests/test_language.py tests/test_mutations.py tests/test_project.py \
     tests/_util/test_jaxpr.py tests/sharding/test_rules.py tests/analysis/hlo tests/analysis/html
 
-.NOTPARALLEL:  # with -j, targets installed into $(VENV) at the same time
+.NOTPARALLEL:  # or `make -j` would run several installs and tests in $(VENV) at once
 .PHONY: help demo demo-moe check test test-all docs gpu-check wire-check lint format clean
 .DEFAULT_GOAL := help
 
@@ -47,7 +47,7 @@ check: lint  ## the linters and the fastest tests, before a commit (1 minute)
 test: setup-test  ## the quick tier of the tests (5-7 minutes on 2 cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: setup-dev setup-docs setup-writers setup-stores setup-others  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md
+test-all: setup-dev setup-docs setup-writers setup-stores setup-others  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md (2 hours on 2 cores)
 	$(PYTEST) -p tests.record $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 docs: setup-docs  ## the site, in build/site: warnings and broken links are errors (1 minute)
