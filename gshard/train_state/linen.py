@@ -307,8 +307,8 @@ def _warn_of_collections(trained: Any) -> None:
         warn(
             f"the parameters have {some(others)} next to 'params', as model.init returns them, so "
             "the optimizer would train these too. Pass variables['params'], and keep the others in "
-            "fields of a TrainState that the loss is given (docs/losses.md), or pass "
-            f"frozen='^{others[0]}/'."
+            f"fields of a TrainState that the loss is given, or pass frozen='^{others[0]}/'. "
+            'See the page "Losses" of the documentation.'
         )
 
 
