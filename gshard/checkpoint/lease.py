@@ -5,6 +5,9 @@ to write watches it: if it changes, the holder is alive; if it does not for thre
 is taken over, by creating the object of the next number, which only one can. So no clock but one's
 own is read. A holder on the same machine is looked up instead. Before a step is committed, its
 writer reads that the newest lease is still its own, by a token that it drew for it.
+
+A lease that is released stays, marked as such, so that its number is not used again: a renewal that
+was suspended may still write the object of its number, which must be nobody else's by then.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from gshard.checkpoint.step_files import InUseError, StoreError
 FOLDER = ".gshard_lock"
 PERIOD = 10.0  # seconds between renewals
 _LOOKS = 0.5  # seconds between looks at another's lease
+_RELEASED = {"released": True}  # the content of a lease that nobody holds any more
 _held: set[str] = set()  # tokens of the leases of this process
 
 
@@ -51,8 +55,8 @@ class Lease:
         if self.is_held():
             return
         self.release()
-        number, other = self._newest()
-        if other is not None:
+        number, other = _newest(self._bucket)
+        if other is not None and other != _RELEASED:
             alive = _is_alive(other)
             if alive:
                 raise self._refused(other)
@@ -62,7 +66,7 @@ class Lease:
         try:
             self._bucket.create(_name(number + 1), _content(0, self._token))
         except FileExistsError:
-            raise self._refused(self._newest()[1] or {}) from None
+            raise self._refused(_newest(self._bucket)[1] or {}) from None
         if number:
             self._bucket.delete([_name(number)])
         self._number, self._process = number + 1, os.getpid()
@@ -84,7 +88,7 @@ class Lease:
         """Whether this process has taken it, and nobody has taken it over."""
         if self._number is None or self._process != os.getpid() or self._lost.is_set():
             return False
-        number, content = self._newest()
+        number, content = _newest(self._bucket)
         if number != self._number or content is None or not _is_of(content, self._token):
             self._lost.set()  # for good: its object may come back, see `_renew`
             return False
@@ -93,25 +97,17 @@ class Lease:
     def check(self) -> None:
         """Raises a `CallOrderError` if another process has taken it over."""
         if not self.is_held():
+            other = _who(_newest(self._bucket)[1] or {})
             raise CallOrderError(
                 f"{self._bucket}: this process did not renew its lease in time, for example "
-                "because it was suspended, so another process took over: now "
-                f"{_who(self._newest()[1] or {})} writes its checkpoints there. This process "
-                "writes nothing more. End one of the two."
+                f"because it was suspended, so another process took over: now {other} writes its "
+                "checkpoints there. This process writes nothing more. End one of the two."
             )
 
     def release(self) -> None:
         """Lets another process write."""
         self._stop()
         self._number, self._stop = None, str
-
-    def _newest(self) -> tuple[int, dict[str, Any] | None]:
-        """The number and the content of the newest lease; 0 if there is none."""
-        number = max((int(x) for x in self._bucket.list(FOLDER) if x.isdigit()), default=0)
-        content = _read(self._bucket, number) if number else None
-        while (later := _read(self._bucket, number + 1)) is not None:  # a list may lag behind
-            number, content = number + 1, later
-        return number, content
 
     def _watch(self, number: int, other: dict[str, Any]) -> None:
         """Waits until it is certain that the holder of a lease has ended, or refuses."""
@@ -124,9 +120,9 @@ class Lease:
         with doing(f"the lease of {self._bucket}", waits=True):
             while time.monotonic() < end:
                 time.sleep(_LOOKS)
-                newest, now = self._newest()
-                if now is None:
-                    return  # released
+                newest, now = _newest(self._bucket)
+                if now is None or (newest == number and now == _RELEASED):
+                    return
                 if (newest, now) != (number, other):
                     raise self._refused(now)
 
@@ -148,6 +144,15 @@ def _read(bucket: Bucket, number: int) -> dict[str, Any] | None:
         return None
 
 
+def _newest(bucket: Bucket) -> tuple[int, dict[str, Any] | None]:
+    """The number and the content of the newest lease; 0 if there is none."""
+    number = max((int(x) for x in bucket.list(FOLDER) if x.isdigit()), default=0)
+    content = _read(bucket, number) if number else None
+    while (later := _read(bucket, number + 1)) is not None:  # a list may lag behind
+        number, content = number + 1, later
+    return number, content
+
+
 def _is_of(content: dict[str, Any], token: str) -> bool:
     return content.get("token") == token
 
@@ -159,7 +164,7 @@ def _content(renewed: int, token: str) -> bytes:
 
 
 def _who(other: dict[str, Any]) -> str:
-    if not other:
+    if "process" not in other:
         return "another process"
     return f"process {other.get('process')} on {other.get('host')}"
 
@@ -202,12 +207,10 @@ def _renew(
             own = _read(bucket, number)
             if own is None or not _is_of(own, token):
                 return lost.set()
-            if not bucket.exists(_name(number + 1)):
-                renewed += 1
-                bucket.replace(_name(number), _content(renewed, token))
-            # Again: it may have been taken over while this process was suspended in between, and
-            # what it has written then would be the newest lease when the other one is released.
-            if bucket.exists(_name(number + 1)):
+            renewed += 1
+            bucket.replace(_name(number), _content(renewed, token))
+            # It may have been taken over while this process was suspended in between.
+            if _newest(bucket)[0] != number:
                 lost.set()
                 bucket.delete([_name(number)])
                 return
@@ -221,4 +224,4 @@ def _end(bucket: Bucket, number: int, token: str, stop: threading.Event, process
     with suppress(StoreError, OSError):  # it runs out by itself
         own = _read(bucket, number)
         if own is not None and _is_of(own, token):
-            bucket.delete([_name(number)])
+            bucket.replace(_name(number), json.dumps(_RELEASED).encode())

@@ -50,8 +50,9 @@ def test_the_second_of_two_commits_loses(address, monkeypatch):
     assert params["w"][0] == 2.0
 
 
-def test_a_renewal_that_was_suspended_does_not_bring_a_lease_back(address, monkeypatch):
-    """It had looked for another lease before it was suspended."""
+@pytest.mark.parametrize("released", [False, True])
+def test_a_renewal_that_was_suspended_does_not_bring_a_lease_back(address, monkeypatch, released):
+    """Nor does it write over that of a third, where the second has released its own meanwhile."""
     renewing, go_on, replace = threading.Event(), threading.Event(), Bucket.replace
 
     def suspended(self, name, content):
@@ -66,12 +67,17 @@ def test_a_renewal_that_was_suspended_does_not_bring_a_lease_back(address, monke
     assert renewing.wait(60)
     monkeypatch.setattr(lease, "_is_alive", lambda other: False)
     second.take()
+    if released:
+        second.release()
+        second = Lease(Bucket(address))
+        second.take()
     go_on.set()
     assert first._lost.wait(10)
+    assert second.is_held() and not first.is_held()
     second.release()
     assert not first.is_held()
     first.release()
-    assert Bucket(address).list() == {}
+    assert {*Bucket(address).list(lease.FOLDER)} == {"3" if released else "2"}
 
 
 def test_a_lease_that_was_seen_to_be_lost_stays_lost(address, monkeypatch):
