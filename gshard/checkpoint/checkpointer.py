@@ -133,6 +133,7 @@ class Checkpointer:
         self._writer = StepWriter(self._store, self._retention)
         self._local = None if local is None else LocalTier(local, self._store, str(self._rhythm))
         self._elsewhere: str | None = None  # where the last state is that `save` was given
+        self._last: tuple[StepWriter | None, Any] = None, None  # who was to write it, and its step
         self._closed, self._writes, self._process = False, writes, os.getpid()
         # One thread at a time: a save that begins removes what it takes for debris.
         self._in_use = threading.RLock()
@@ -248,6 +249,7 @@ class Checkpointer:
 
         self._refuse_fork()
         writer, elsewhere = self._writer_of(step, flag("force", force))
+        self._last = writer, step
         if writer is None:
             self._refuse_closed()  # a writer says so on all processes
             self._elsewhere = elsewhere
@@ -513,6 +515,6 @@ class Checkpointer:
         except SaveFailedError as error:
             if not self._warns and writer is self._writer:
                 raise
-            if writer is not self._writer:
+            if writer is not self._writer and self._last == (writer, error.step):
                 self._elsewhere = f"step, {error.step}, was not saved"
             warn(str(error))

@@ -490,6 +490,19 @@ def test_a_failed_save_of_the_directory_does_not_keep_the_local_folder_locked(fo
     assert again.latest_step() == 26
 
 
+@pytest.mark.parametrize("last", [1, 3, 20])
+def test_a_failed_local_step_is_not_taken_for_the_last_one(folders, monkeypatch, last):
+    """The directory has the last one: an earlier step, the same one or a later one."""
+    run = Training("os", 2)
+    monkeypatch.setattr(local_store, "write_shards", lambda *given: 1 / 0)
+    with pytest.warns(gshard.GShardWarning, match="step 3 was not saved in .*local") as said:
+        with opened(folders, every=20) as checkpointer:
+            checkpointer.save(3, run.state)
+            checkpointer.save(last, run.state, force=True)
+    assert checkpointer.all_steps() == [last]
+    assert not [x for x in said if "the last step" in str(x.message)]
+
+
 def test_a_deleted_directory_is_not_resumed(folders):
     run = Training("os", 2)
     checkpointer = opened(folders, every=20, local_every=2)
