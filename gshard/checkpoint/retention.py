@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any, Literal
 
 from gshard._util.errors import GShardError, some
 from gshard._util.validation import check_integer, shown
+from gshard.checkpoint.step_files import StoreError
 from gshard.checkpoint.step_info import StepInfo
 from gshard.checkpoint.store import Store
 
@@ -100,13 +100,19 @@ def readable_metadata(
 ) -> dict[int, Mapping[str, Any]]:
     """The metadata of the steps of a store, without those whose description is damaged.
 
-    What was read before, `known`, is not read again.
+    A step may be deleted meanwhile, of which NFS says that its handle is stale. What was read
+    before, `known`, is not read again.
     """
     known, found = known or {}, dict[int, Mapping[str, Any]]()
     for step in store.steps():
-        with contextlib.suppress(GShardError):
+        try:
             is_known = step in known
             found[step] = known[step] if is_known else StepInfo.read(store.step(step)).metadata
+        except GShardError:
+            pass
+        except StoreError:
+            if step in store.steps():
+                raise
     return found
 
 

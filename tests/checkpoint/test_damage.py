@@ -280,6 +280,19 @@ def test_a_step_that_another_host_deletes_while_it_is_read(saved, monkeypatch):
     assert gshard.Checkpointer(saved.directory).restore(like=saved.state).step == newest - 1
 
 
+def test_the_best_of_the_steps_that_another_host_does_not_delete(saved, monkeypatch):
+    read, newest = StepFolder.read, saved.newest
+
+    def deleted(step, name, most):
+        if int(step.name) == newest:
+            shutil.rmtree(step.path, ignore_errors=True)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read(step, name, most)
+
+    monkeypatch.setattr(StepFolder, "read", deleted)
+    assert gshard.Checkpointer(saved.directory).best_step() == newest - 1
+
+
 def test_what_is_not_of_a_step_is_named(saved, tmp_path):
     step = saved.directory / str(saved.newest)
     (tmp_path / "elsewhere").mkdir()
