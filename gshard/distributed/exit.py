@@ -42,8 +42,9 @@ PREEMPTED_EXIT_CODE = 75
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
-# What a collective or JAX's coordinator says when another process has gone, not in a line of level
-# I. No more than that: the words are looked for in what the user's program prints, too.
+# What a collective or JAX's coordinator says when another process has gone, not in an INFO
+# line of C++ (I0000 ...). No more than that: the words are looked for in what the user's program
+# prints, too.
 LOST_PEER = re.compile(
     r"^(?!I\d{4} ).*(gloo [\w -]{1,40} failed|coordination service|distributed service detected|"
     r"remote process exited|nccl(remote|system)error|lost its connection to another one|"
@@ -225,8 +226,8 @@ def _listen() -> None:
             "it there first."
         )
     # The signal may come again: from the scheduler, and from the launcher too.
-    if alone:
-        signal.signal(signal.SIGTERM, _note)
+    if alone and signal.signal(signal.SIGTERM, _note) is _end_late:
+        signal.alarm(0)  # a forked child that asks by itself also ends by itself
     count_sigusr1_as_sigterm()
     _listening = True
 
@@ -239,12 +240,21 @@ def _end_fork_late() -> None:
     """Ends a forked child some time after SIGTERM, where its parent goes on after that signal.
 
     A scheduler that sends it to all processes must not end a data worker before the last batch. But
-    `multiprocessing.Pool` ends its workers with it, and waits for them.
+    `multiprocessing.Pool` ends its workers with it, and waits for them. A child that calls
+    `preempted` itself is not ended.
     """
+    global _listening
     known = signal.getsignal(signal.SIGTERM)
     by_jax = known is signal.SIG_DFL and not is_default(signal.SIGTERM)
     if known is _note or by_jax:
-        signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(_FORK_GRACE))
+        signal.signal(signal.SIGTERM, _end_late)
+        _listening = False
+
+
+def _end_late(number: int, frame: object) -> None:
+    _signal_received.set()  # it may still call `preempted`
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the program may have a handler
+    signal.alarm(_FORK_GRACE)
 
 
 os.register_at_fork(after_in_child=_end_fork_late)

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import optax
@@ -73,7 +74,7 @@ def test_faulthandler_stays(alone, tmp_path):
 
 def test_a_pool_of_forked_workers_that_are_busy_ends(alone, monkeypatch):
     """It sends SIGTERM to its workers, and waits for them without a limit."""
-    monkeypatch.setattr(exit, "_FORK_GRACE", 1)
+    monkeypatch.setattr(exit, "_FORK_GRACE", 5)
     gshard.distributed.preempted()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of forking a process that has threads
@@ -86,9 +87,48 @@ def test_a_pool_of_forked_workers_that_are_busy_ends(alone, monkeypatch):
     ends.start()
     time.sleep(0.3)
     assert all(worker.is_alive() for worker in workers)  # a scheduler sends it to them, too
-    ends.join(10)
+    ends.join(60)
     assert not any(worker.is_alive() for worker in workers)
     assert not gshard.distributed.preempted()
+
+
+def in_a_fork(act: Callable[[], bool]) -> int:
+    """The exit code of a forked child, 0 if it returns True."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of forking a process that has threads
+        child = os.fork()
+    if not child:
+        try:
+            os._exit(not act())
+        finally:
+            os._exit(9)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("asks_before", [True, False])
+def test_a_fork_that_asks_itself_is_told_and_not_ended(alone, asks_before):
+    gshard.distributed.preempted()
+
+    def act() -> bool:
+        if asks_before:
+            assert not gshard.distributed.preempted()
+        signal.raise_signal(signal.SIGTERM)
+        return gshard.distributed.preempted() and signal.alarm(0) == 0
+
+    assert in_a_fork(act) == 0
+
+
+def test_a_fork_that_does_not_ask_ends_whatever_the_program_does_at_an_alarm(alone, monkeypatch):
+    monkeypatch.setattr(exit, "_FORK_GRACE", 1)
+    gshard.distributed.preempted()
+
+    def act() -> bool:
+        signal.signal(signal.SIGALRM, lambda number, frame: None)
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(60)
+        return True
+
+    assert in_a_fork(act) == -signal.SIGALRM
 
 
 def test_batches_that_end_by_themselves(alone):
