@@ -237,7 +237,8 @@ def test_at_the_end_of_the_script_files_are_awaited_while_others_work(
     own, other = (tmp_path / process_manifest(rank) for rank in range(2))
     own.parent.mkdir()
     own.touch()
-    threading.Timer(0.5, other.touch).start()
+    if at_work:
+        threading.Timer(0.5, other.touch).start()
     saving = BackgroundSave(DiskDraft(tmp_path, 1), 0, 2, lambda: None, lambda: None)
     if at_work:
         assert saving._all_files_written()

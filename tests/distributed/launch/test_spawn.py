@@ -287,18 +287,22 @@ def test_a_second_signal_ends_those_that_do_not_stop(tmp_path, monkeypatch):
         functions.one_fails_others_sleep, (str(deaf),), nprocs=1, join=False, virtual_devices=1
     )
 
+    is_over = threading.Event()  # then a signal would end the tests
+
     def send() -> None:
         until("a deaf process", deaf.exists, 60)
         for _ in range(2):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)
+            if not is_over.is_set():
+                os.kill(os.getpid(), signal.SIGTERM)
+            is_over.wait(0.5)
 
     sender = threading.Thread(target=send)
     sender.start()
     try:
         with pytest.raises(gshard.distributed.ProcessFailedError, match="SIGKILL"):
-            spawned.join(timeout=20)
+            spawned.join(timeout=120)
     finally:
+        is_over.set()
         sender.join()
         spawned.terminate()
 
