@@ -38,7 +38,10 @@ from gshard.checkpoint.step_info import DAMAGED, DATA, DESCRIPTION, STEP, WRITTE
 from gshard.checkpoint.store import Wanted, Wants
 
 SAVING, DELETED = ".saving", ".deleted"
-_DEBRIS = re.compile(rf"({STEP.pattern})((\.[\w-]+)?{re.escape(SAVING)}|{re.escape(DELETED)})")
+# Of drafts with the token of their save; earlier versions wrote no token, or a number.
+_DEBRIS = re.compile(
+    rf"({STEP.pattern})((\.([0-9a-f]{{8}}-)?\d+)?{re.escape(SAVING)}|{re.escape(DELETED)})"
+)
 
 
 def as_directory(path: Any) -> Path:

@@ -568,15 +568,16 @@ def test_a_save_that_is_on_its_way_is_no_step(tmp_path):
     checkpointer = gshard.Checkpointer(tmp_path, asynchronous=False)
     checkpointer.save(5, run.state)
     assert checkpointer.latest_step() == 5
-    (tmp_path / "9.0a1b2c3d-0.saving").mkdir()
-    (tmp_path / "7.deleted").mkdir()
-    (tmp_path / "08").mkdir()
-    (tmp_path / "best").mkdir()
+    for name in ("9.0a1b2c3d-0.saving", "9.1.saving", "9.saving", "7.deleted"):
+        (tmp_path / name).mkdir()
+    others = {"08", "best", "3.my-notes.saving"}
+    for name in others:
+        (tmp_path / name).mkdir()
     assert checkpointer.all_steps() == [5]
     checkpointer.close()
     with gshard.Checkpointer(tmp_path) as another:
         another.save(6, run.state)
-    assert {x.name for x in tmp_path.iterdir()} == {"5", "6", "08", "best", ".gshard_lock"}
+    assert {x.name for x in tmp_path.iterdir()} == {"5", "6", ".gshard_lock"} | others
 
 
 # ---- bad input -----------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ def test_ctrl_c_is_not_lost_in_a_clean_up_that_it_breaks(state, checkpointer, mo
         finally:
             os.close(number)
 
-    (checkpointer.directory / "1.of-a-killed-job.saving").mkdir(parents=True)
+    (checkpointer.directory / "1.0a1b2c3d-0.saving").mkdir(parents=True)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shutil, "rmtree", interrupted)
         checkpointer.save(1, state)
