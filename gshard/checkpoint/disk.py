@@ -63,8 +63,8 @@ def as_directory(path: Any) -> Path:
     if bad := [x for x in "*?[\\" if x in str(folder)]:  # of a pattern, as which Orbax reads it
         raise GShardError(
             f"directory={str(path)!r}: the path {folder} contains {' '.join(bad)}. Orbax would not "
-            "find its files there, or find those of other directories. Choose a path without these "
-            "characters."
+            "find its files there, or would find those of other directories. Choose a path "
+            "without these characters."
         )
     return folder
 
@@ -97,7 +97,11 @@ class Disk:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:  # a step that cannot be looked at may be the newest
-            raise StoreError(f"{error.filename or self} cannot be read: {why(error)}.") from error
+            fix = ""
+            if error.filename not in (None, str(self)):
+                fix = " If this is not of a checkpoint, move its folder away."
+            place = error.filename or self
+            raise StoreError(f"{place} cannot be read: {why(error)}.{fix}") from error
         links = sorted(x.name for x in entries if STEP.fullmatch(x.name) and x.is_symlink())
         if links and not self._told_of_links:
             self._told_of_links = True
