@@ -149,6 +149,7 @@ def run_job(
     on_cpu = request.virtual_devices is not None
     cache = cache_variables(request.compilation_cache, request.log_dir, request.nnodes, on_cpu)
     master = request.master if isinstance(request.master, Address) else Address(LOOPBACK, 0)
+    started = False
     try:
         if port is None and not alone and not request.rank:
             port = ReservedPort(*master)
@@ -160,6 +161,7 @@ def run_job(
                     if not signals:
                         where = port, Path(folder)
                         supervisor.add(_start(request, local, restarts, *where, events, cache))
+                started = True
                 while supervisor.running:
                     supervisor.tick()
                     if signals or (orders and orders.stop):
@@ -172,6 +174,8 @@ def run_job(
             finally:
                 supervisor.close()
     except OSError as error:
+        if started:
+            raise
         fault = str(error)
         if not isinstance(error, GShardError):
             of = f"{error.filename}: " if error.filename else ""

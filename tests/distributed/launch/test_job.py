@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -36,7 +37,7 @@ from gshard.distributed.launch.job import Outcome, Worker
 from gshard.distributed.launch.log_file import Log
 from gshard.distributed.launch.output import Lines, Stream
 from gshard.distributed.launch.restarts import error_of
-from gshard.distributed.launch.supervisor import is_stopped
+from gshard.distributed.launch.supervisor import Supervisor, is_stopped
 from gshard.distributed.unfinished import Work
 from tests.jobs import ROOT, assert_port_is_free, launch, running
 
@@ -294,6 +295,20 @@ def test_a_restart_that_finds_no_room_is_tried_again(tmp_path, monkeypatch, caps
     said = capsys.readouterr().err
     assert re.search(rf"cannot be started: {folder}/.*: No such file or directory\.\n", said)
     assert "starting all processes again in 0 s (2 of 99)" in said
+
+
+def test_an_error_while_the_processes_run_is_not_one_of_their_start(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text("")
+
+    def fails(of):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Supervisor, "tick", fails)
+    monkeypatch.chdir(tmp_path)
+    words = ["--max_restarts", "9", "--nproc_per_node", "1", "--virtual_devices", "1"]
+    with pytest.raises(OSError, match="Input/output"):
+        main(["launch", *words, str(script)])
 
 
 @pytest.mark.slow
