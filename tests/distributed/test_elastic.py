@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import gshard
+from gshard.distributed.launch import coordinator
 from gshard.distributed.launch.cli import request
 from gshard.distributed.launch.coordinator import Coordinator
 from gshard.distributed.launch.elastic import run_elastic
@@ -196,6 +198,17 @@ def test_machines_that_are_left_are_numbered_again(site, capsys):
     said = capsys.readouterr().err
     assert "machine 1 (x) is lost: 2 of 2:3 machines are here" in said
     assert "again in 1 s (machine 1 (x) is lost; 1 of 3)" in said
+
+
+def test_open_files_that_do_not_suffice_for_the_port_are_said(site, monkeypatch):
+    def fails(host):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(coordinator, "ReservedPort", fails)
+    for _ in range(2):
+        site.machine("--join_timeout", 0)
+    assert {machine.end() for machine in site.machines} <= {None, 1}
+    assert "cannot reserve a port for process 0: Too many open files." in site.machines[0].error
 
 
 def test_machines_that_come_are_taken_up_in_order(site, capsys):

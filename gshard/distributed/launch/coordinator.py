@@ -163,7 +163,13 @@ class Coordinator(LineServer):
 
     def _begin(self, chosen: list[Peer]) -> tuple[Start, ReservedPort]:
         self.stop, self.end, self._told, self._lost = False, "", "", []
-        port = ReservedPort(self._at.host)  # a new one, which nobody of the start before knows
+        try:
+            port = ReservedPort(self._at.host)  # a new one, which nobody of the start before knows
+        except GShardError:  # some are OSErrors
+            raise
+        except OSError as error:
+            fault = f"machine 0 cannot reserve a port for process 0: {error.strerror or error}."
+            raise GShardError(fault) from error
         start = Start(self._starts, len(chosen) + 1, 0, port.address.port)
         self._starts, self._since = self._starts + 1, time.monotonic()
         names = ", ".join([socket.gethostname(), *(peer.who.name for peer in chosen)])

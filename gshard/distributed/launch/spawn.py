@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import math
 import multiprocessing
 import os
@@ -176,14 +177,22 @@ def _start(
                 to.close()
                 err.close()
                 supervisor.add(_Child(rank, process, result, stderr))
+            try:
+                spawned = Spawned(supervisor, port, daemon)
+            except RuntimeError as error:  # of a thread
+                raise OSError(errno.EAGAIN, str(error)) from error
             unless_started.pop_all()
+    except GShardError:  # some are OSErrors
+        raise
     except OSError as error:
-        raise GShardError(
-            f"spawn cannot start {len(shares)} processes: {error.strerror or error}. Start fewer, "
-            "or raise the limit of this program (`ulimit -n` for open files, `ulimit -u` for "
-            "processes)."
-        ) from error
-    return Spawned(supervisor, port, daemon)
+        fault = f"spawn cannot start {len(shares)} processes: {error.strerror or error}."
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM):
+            fault += (
+                " Start fewer, or raise the limit of this program (`ulimit -n` for open files, "
+                "`ulimit -u` for processes)."
+            )
+        raise GShardError(fault) from error
+    return spawned
 
 
 # ---- the processes that have started -------------------------------------------------------------

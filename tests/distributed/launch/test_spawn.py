@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import gc
 import importlib
@@ -29,6 +30,7 @@ import gshard
 from gshard.distributed.exit import STOP_SIGNALS
 from gshard.distributed.launch import supervisor
 from gshard.distributed.launch.child import on_host
+from gshard.distributed.rendezvous import PortTakenError
 from tests.distributed.launch import spawned_functions as functions
 from tests.hosts import until
 from tests.jobs import ROOT, launch, running
@@ -182,6 +184,26 @@ def test_a_function_that_leaves_by_os_exit_is_named():
     said = "process 0 of 1 ended with the exit code 0 before its function returned, as after os._e"
     assert str(caught.value).startswith(said) and caught.value.exit_code == 0
     assert gshard.distributed.spawn(functions.leave, nprocs=1, virtual_devices=1) == [None]
+
+
+TAKEN = PortTakenError("port 1 is taken. End that program.")
+STARTS = {  # what fails, with which error, and what is said
+    "thread": (threading.Thread, "start", RuntimeError("can't start new thread"), "new.*-u`"),
+    "disk": (supervisor.Supervisor, "add", OSError(errno.ENOSPC, "No space"), r"No space\.$"),
+    "port": (supervisor.Supervisor, "add", TAKEN, r"^port 1 is taken\. End that program\.$"),
+}
+
+
+@pytest.mark.parametrize("case", STARTS)
+def test_processes_that_cannot_be_started_say_why_and_no_wrong_advice(case, monkeypatch):
+    of, name, error, said = STARTS[case]
+
+    def fails(*given):
+        raise error
+
+    monkeypatch.setattr(of, name, fails)
+    with pytest.raises(gshard.GShardError, match=said):
+        gshard.distributed.spawn(max, (1, 2), nprocs=1, virtual_devices=1)
 
 
 @pytest.mark.parametrize("files", [4, 25], ids=["for the guardian", "for all"])
