@@ -406,7 +406,8 @@ def test_a_job_with_other_arguments_is_refused(site):
     other = site.machine(arguments=["--lr", "0.2"])
     other.end()
     found = re.findall(r"waits\.py ARGUMENTS \(checksum (\w{8})\)", other.error)
-    assert len({*found}) == 2 and "another job a --master of its own" in other.error
+    assert len({*found}) == 2 and "Give another job a --master of its own" in other.error
+    assert "what differs between them, such as a folder, in an environment variable" in other.error
 
 
 def test_only_machines_that_divide_the_batch_take_part(site, capsys):

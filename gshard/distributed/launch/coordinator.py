@@ -246,8 +246,9 @@ class Coordinator(LineServer):
         if given != (own := form(self._asked)):
             fault = (
                 f"this launcher was started with {given}, and that of machine 0, at {self._at}, "
-                f"with {own}. Start all machines of a job with the same command, and give another "
-                "job a --master of its own."
+                f"with {own}. Start all machines of a job with the same command; pass what differs "
+                "between them, such as a folder, in an environment variable. Give another job a "
+                "--master of its own."
             )
             say(f"gshard: {name} ({peer.host}) is refused: it was started with {given}")
             self.tell(line_of({"error": fault}), peer)
