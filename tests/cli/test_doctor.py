@@ -160,7 +160,7 @@ def test_what_a_probe_has_answered_is_kept(tmp_path, monkeypatch, ending, said):
     assert found == {"a": 2} and trouble.startswith(said)
 
 
-@pytest.mark.parametrize("line", ["", "not JSON", "[1]"])
+@pytest.mark.parametrize("line", ["", "not JSON", "[1]", '["ab"]', '{"error": "of another"}'])
 def test_a_probe_without_an_answer(tmp_path, monkeypatch, line):
     (tmp_path / "sitecustomize.py").write_text(
         f"import os\nprint({line!r}, flush=True)\nos._exit(0)\n"

@@ -38,6 +38,7 @@ from gshard.train.train_step import make_train_step
 
 _RUN = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
 _RUN += "from gshard.cli.doctor import devices; devices.answer(*sys.argv[2:])"
+_ANSWER = "gshard answers: "  # begins the lines that are a probe's own
 _GLOG = re.compile(r"^[IWEF]\d{4} [\d:.]+\s+\d+ \S+\] ")
 _REASON = re.compile(r"F\d{4} |Unknown flag|Check failed|\b\w*(Error|Exception)\b|[Ff]ailed")
 
@@ -77,9 +78,11 @@ def run_probe(probe: str, seconds: float, **arguments: Any) -> tuple[dict[str, A
         guardian.close()
     found: dict[str, Any] = {}
     for line in out.splitlines():
-        # Other lines are of the start of Python, as of a sitecustomize.py, or cut off at the end.
-        with suppress(ValueError, TypeError):
-            found |= json.loads(line)
+        # Other lines are of the start of Python, as of a sitecustomize.py.
+        _, marked, text = line.partition(_ANSWER.encode())
+        if marked:
+            with suppress(ValueError):  # cut off at the end
+                found |= json.loads(text)
     trouble = trouble or one_line(found.pop("error", "" if found else "it printed no answer"))
     reason = reason_in(log.decode(errors="replace"))
     if trouble and reason not in trouble:
@@ -96,10 +99,10 @@ def answer(probe: str, arguments: str) -> None:
         module, _, name = probe.rpartition(":")
         found = getattr(import_module(module or __name__), name)(**json.loads(arguments))
         for one in [found] if isinstance(found, dict) else found:
-            print(json.dumps(one), file=out, flush=True)
+            print(_ANSWER + json.dumps(one), file=out, flush=True)
     except (Exception, SystemExit) as error:
         said = f"{type(error).__name__}: {error}".removesuffix(": ")
-        print(json.dumps({"error": said}), file=out, flush=True)
+        print(_ANSWER + json.dumps({"error": said}), file=out, flush=True)
 
 
 def reason_in(log: str) -> str:
