@@ -6,6 +6,7 @@ takes longer than reading where there are many arrays.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,12 +18,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from gshard._util.errors import GShardError
+from gshard._util.errors import GShardError, OutsideError
 from gshard.checkpoint.bounds import Bounds
 from gshard.checkpoint.casts import converted
 from gshard.checkpoint.place_shards import devices_by_bounds, inside, place_shards
 
 _AHEAD = 2**28  # bytes that are on their way at once; two arrays at least
+
+# What TensorStore adds to an error: of the system, by its number; and its own settings.
+_SYSTEM = re.compile(r"\[os_error_code=|\[OS error ")  # today, and before
+_SETTINGS = re.compile(r"\[os_error_code=|\[tensorstore_spec")
 
 # Orbax's settings: no values are cached, but the tree of their names is.
 _CONTEXT = {
@@ -77,8 +82,10 @@ def open_arrays(folder: Path, paths: Iterable[str]) -> dict[str, Any]:
 
 def unreadable(error: Exception) -> str:
     """The message of TensorStore or Orbax about unreadable arrays, without its settings."""
-    text = " ".join(str(error).partition("[tensorstore_spec")[0].split())
-    return f"cannot be read: {text[:300]}{'...' if len(text) > 300 else ''}."
+    text = " ".join(_SETTINGS.split(str(error))[0].split())
+    if len(text) > 300:
+        text = f"{text[:150]} ... {text[-150:]}"  # the cause comes last
+    return f"cannot be read: {text}."
 
 
 def _shards(stored: Any, wanted: jax.ShapeDtypeStruct) -> dict[Bounds, Any]:
@@ -105,4 +112,9 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if _SYSTEM.search(str(error)):
+            raise OutsideError(
+                f"{unreadable(error)} Check the file system and the limits of this process, and "
+                "try again."
+            ) from error
         raise GShardError(f"{unreadable(error)} `gshard verify` names the files.") from error

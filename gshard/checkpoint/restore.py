@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from gshard._util.errors import GShardError, warn
+from gshard._util.errors import GShardError, OutsideError, is_outside, warn
 from gshard.checkpoint.arrays import ArrayInfo, with_components
 from gshard.checkpoint.checksums import Damage
 from gshard.checkpoint.data_state import read_data_state
@@ -145,4 +145,5 @@ def _named(files: object) -> Iterator[None]:
     try:
         yield
     except GShardError as error:
-        raise GShardError(f"{files}: {error}") from error
+        kind = OutsideError if is_outside(error) else GShardError
+        raise kind(f"{files}: {error}") from error

@@ -13,6 +13,7 @@ import tensorstore as ts
 from jax.sharding import NamedSharding
 
 import gshard
+from gshard._util.errors import OutsideError, is_outside
 from gshard.checkpoint import place_shards as placing
 from gshard.checkpoint.place_shards import inside
 from gshard.checkpoint.read_arrays import read_arrays
@@ -98,6 +99,17 @@ def test_a_missing_block_is_told(arrays, tmp_path):
         read_arrays(folder, wanted)
 
 
+def test_an_error_of_the_system_comes_from_outside_the_program(arrays, tmp_path):
+    """So a launcher does not take it for a bug, and starts the job again."""
+    shutil.copytree(arrays.parents[1], tmp_path, dirs_exist_ok=True)
+    manifest = tmp_path / "1" / "arrays" / "manifest.ocdbt"
+    manifest.unlink()
+    manifest.symlink_to(manifest)
+    said = "cannot be read: .*Check the file system .* try again"
+    with pytest.raises(OutsideError, match=said):
+        gshard.Checkpointer(tmp_path).restore(like=sharded(2)[1], verify=False)
+
+
 def test_zeros_are_read_as_they_were_written(tmp_path):
     mesh = gshard.make_mesh(devices=jax.devices()[:4])
     given = ({"w": np.zeros((8, 4), np.float32)}, optax.sgd(0.1))
@@ -111,5 +123,6 @@ def test_zeros_are_read_as_they_were_written(tmp_path):
 def test_a_missing_array_is_told(arrays):
     sharding = NamedSharding(gshard.make_mesh(), jax.P())
     x = jax.ShapeDtypeStruct((7,), np.float32, sharding=sharding)
-    with pytest.raises(gshard.GShardError, match="(?s)cannot be read: .*gshard verify"):
+    with pytest.raises(gshard.GShardError, match="(?s)cannot be read: .*gshard verify") as error:
         read_arrays(arrays, {"params/v": x})
+    assert not is_outside(error.value)
