@@ -205,7 +205,7 @@ def reason(said: str, code: int) -> str:
     """
     if tool := re.search(r"Couldn't find a suitable version of (\w+)", said):
         return f"XLA finds no {tool[1]}: pip install nvidia-cuda-nvcc, which has it."
-    if "No space left on device" in said or "Errno 28" in said:
+    if re.search(r"No space left on device|Errno 28\b|Disk quota exceeded", said):
         return "the disk is full: free some space, or set TMPDIR to a folder on another disk."
     if code == -signal.SIGKILL:
         return f"the kernel killed the compiler (SIGKILL): probably {_NO_MEMORY}"

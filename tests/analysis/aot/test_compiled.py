@@ -186,6 +186,7 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path):
             "nvidia-cuda-nvcc",
         ),
         ("OSError: [Errno 28] No space left on device: 'x.so'", 1, "the disk is full"),
+        ("OSError: [Errno 122] Disk quota exceeded: 'x.so'", 1, "the disk is full"),
         ("terminate called after throwing 'std::bad_alloc'", -6, "too little memory"),
         ("*** SIGSEGV", -11, "ended by SIGSEGV: *** SIGSEGV"),
         ("Traceback\nValueError: too odd\nFor simplicity", 1, "code 1: ValueError: too odd"),
