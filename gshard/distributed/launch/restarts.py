@@ -113,9 +113,9 @@ class Restarts:
             further = f", since it got further than before ({_progress(before, self._furthest)})"
         self._row += 1
         if self._row > self._most:
-            return Decision(
-                False, 0.0, f"no restarts left: --max_restarts {self._most} without progress"
-            )
+            row = "1 restart" if self._most == 1 else f"{self._most} restarts in a row"
+            why = f"{row} made no progress (--max_restarts {self._most})"
+            return Decision(False, 0.0, why)
         seconds = min(2.0 ** (self._row - 1), _LONGEST)
         return Decision(True, seconds, f"{self._row} of {self._most}{further}")
 

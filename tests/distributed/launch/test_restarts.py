@@ -29,7 +29,7 @@ def test_the_pauses_double_up_to_a_minute():
     assert [d.seconds for d in decisions[:-1]] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert [d.again for d in decisions] == [True] * 9 + [False]
     assert decisions[1].why == "2 of 9"
-    assert decisions[-1].why == "no restarts left: --max_restarts 9 without progress"
+    assert decisions[-1].why == "9 restarts in a row made no progress (--max_restarts 9)"
 
 
 @pytest.mark.parametrize("further", [failure(step=11), failure(step=7, saved=6)])
