@@ -23,7 +23,8 @@ from gshard.distributed.initialize import watchdogs
 
 _POLL, _LONGEST_POLL = 0.02, 2.0  # seconds between looks for the manifests of other processes
 _REST = 200  # times as long as such a look takes, which the thread leaves the training loop
-_EXIT_TIMEOUT = 60.0  # for them, when its program has ended, and theirs too or it is not known
+# Seconds for the others' files once this program has ended, unless theirs are known to run.
+_EXIT_TIMEOUT = 60.0
 _program_over = threading.Event()
 _running: set[BackgroundSave] = set()
 _failed: dict[threading.Event, str] = {}  # errors of saves that no caller has received
