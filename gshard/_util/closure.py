@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain, takewhile
@@ -21,12 +21,17 @@ _PLAIN = (str, bytes, int, float, complex, type(None))  # no arrays are in them
 _LARGE = 4096  # entries of a container that nobody searches at each step
 _LOAD_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 _LOAD_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME")
-_OF_ARRAYS = ("shape", "dtype", "ndim", "size")
+_OF_ARRAYS = ("shape", "dtype", "ndim", "size", "__class__")
 _STORE = ("STORE_GLOBAL", "STORE_DEREF")  # such as a counter of its calls
 
 
 class _Named(NamedTuple):
     field: int
+
+
+class _Variable(NamedTuple):
+    name: str
+    is_local: bool
 
 
 _FIELDS = (MemberDescriptorType, type(vars(_Named)["field"]))  # of slots, of named tuples
@@ -49,7 +54,10 @@ def read_from_outside(function: Any) -> tuple[Getters, Getters]:
         return closure, others
     if owner is not None:
         get = partial(_same, owner)
-        read = [x for name in _read_of_self(code) if name for x in _without_methods(get, name)]
+        seen: set[str] = set()
+        read = [
+            x for name in _read_of_self(code) if name for x in _without_methods(get, name, seen)
+        ]
         others |= {f"self.{x}": partial(_attribute, get, x, _NOT_COMPARED) for x in read}
     found = [x for own in _with_inner(code) for x in dis.get_instructions(own)]
     written = {x.argval for x in found if x.opname in _STORE}
@@ -103,45 +111,80 @@ def _read_of_self(code: CodeType) -> list[str]:
     own = code.co_varnames[0]
     inner = [x for x in _with_inner(code) if x is code or own in x.co_freevars]
     by_super = [""] * ("__class__" in code.co_freevars)  # `super()`
-    return [*_uses(inner, ("LOAD_FAST", "LOAD_DEREF")).get(own, []), *by_super]
+    uses = _uses(inner)
+    read = [x for is_local in (True, False) for x in uses.get(_Variable(own, is_local), [])]
+    return list(dict.fromkeys([*read, *by_super]))
 
 
-def _uses(codes: Iterable[CodeType], loads: tuple[str, ...]) -> dict[str, list[str]]:
+def _uses(codes: Iterable[CodeType]) -> dict[_Variable, list[str]]:
     """By variable the attributes of it that code reads, such as `config.scale` of a trainer.
 
     An empty name stands for the variable itself. What the code also writes, such as a counter or a
-    cache, is left out.
+    cache, is left out. Where another variable is only a name for an attribute, as after
+    `config = self.config`, its uses count.
     """
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    written: defaultdict[str, set[str]] = defaultdict(set)
-    for read in ([*dis.get_instructions(code)] for code in codes):
+    found: defaultdict[_Variable, list[str]] = defaultdict(list)
+    written: defaultdict[_Variable, set[str]] = defaultdict(set)
+    names: list[tuple[_Variable, str, _Variable]] = []  # a variable, its attributes, their name
+    stored: Counter[_Variable] = Counter()
+    for code in codes:
+        read = [x for x in dis.get_instructions(code) if x.opname != "EXTENDED_ARG"]
         for i, now in enumerate(read):
-            stores = now.opname == "STORE_FAST_LOAD_FAST" and "LOAD_FAST" in loads  # Python 3.13
-            if not now.opname.startswith(loads) and not stores:
+            stored.update(_stored(now))
+            if not (loaded := _loaded(now)):
                 continue
-            names = now.argval if isinstance(now.argval, tuple) else (now.argval,)
-            *before, name = names[stores:]
-            for other in before:
+            *others, one = loaded
+            for other in others:
                 found[other].append("")
             after = [*takewhile(lambda x: x.opname in _LOAD_ATTRIBUTE, read[i + 1 :])]
             attributes, then = [x.argval for x in after], read[i + 1 + len(after) :]
+            chain = ".".join(attributes)
             if then[0].opname == "COPY" and then[1].opname in _LOAD_ATTRIBUTE:
                 then = then[1:]  # `self.calls += 1` loads the object once
-                written[name].add(".".join([*attributes, then[0].argval]))
+                written[one].add(".".join([*attributes, then[0].argval]))
             elif then[0].opname == "STORE_ATTR":
-                written[name].add(".".join([*attributes, then[0].argval]))
+                written[one].add(".".join([*attributes, then[0].argval]))
+            elif then[0].opname in ("STORE_FAST", "STORE_DEREF"):
+                names.append((one, chain, _stored(then[0])[0]))
             else:
-                found[name].append(".".join(attributes))
+                found[one].append(chain)
+    for one, chain, name in reversed(names):  # a name may be given to a part of another one
+        uses = found[name] if stored[name] == 1 else [""]
+        found[one] += [".".join(filter(None, (chain, use))) for use in uses]
     return {
-        name: [x for x in uses if not any(f"{x}.".startswith(f"{y}.") for y in written[name])]
-        for name, uses in found.items()
+        one: [x for x in uses if not any(f"{x}.".startswith(f"{y}.") for y in written[one])]
+        for one, uses in found.items()
     }
 
 
-def _without_methods(
-    get: Callable[[], Any], use: str, within: tuple[CodeType, ...] = ()
-) -> list[str]:
+def _loaded(now: dis.Instruction) -> list[_Variable]:
+    """The variables that an instruction loads, in order."""
+    names = _names(now)
+    if now.opname == "STORE_FAST_LOAD_FAST":  # Python 3.13
+        return [_Variable(names[1], True)]
+    if now.opname.startswith("LOAD_FAST"):
+        return [_Variable(name, True) for name in names]
+    is_outer = now.opname.startswith((*_LOAD_GLOBAL, "LOAD_DEREF"))
+    return [_Variable(name, False) for name in names] if is_outer else []
+
+
+def _stored(now: dis.Instruction) -> list[_Variable]:
+    """The local variables that an instruction stores."""
+    if now.opname == "STORE_DEREF":
+        return [_Variable(name, False) for name in _names(now)]
+    return [_Variable(name, True) for name in _names(now)[: now.opname.count("STORE_FAST")]]
+
+
+def _names(now: dis.Instruction) -> tuple[str, ...]:
+    return now.argval if isinstance(now.argval, tuple) else (now.argval,)
+
+
+def _without_methods(get: Callable[[], Any], use: str, seen: set[str] | None = None) -> list[str]:
     """A chain of attributes; if it ends at a method or property, what that reads of its object."""
+    seen = set() if seen is None else seen
+    if use in seen:
+        return []
+    seen.add(use)
     head, _, name = use.rpartition(".")
     x = _attribute(get, head) if head else get()
     if isinstance(x, (jax.Array, np.ndarray)) or name in getattr(x, "__dict__", {}):
@@ -150,25 +193,24 @@ def _without_methods(
     if isinstance(method, (staticmethod, classmethod)):
         return []
     code = getattr(inspect.unwrap(getattr(method, "fget", method)), "__code__", None)
-    if code in within:
-        return []
     if code is None or "" in (read := _read_of_self(code)):  # it may read anything
         return [use]
     chains = [f"{head}.{other}" if head else other for other in read]
-    return [x for chain in chains for x in _without_methods(get, chain, (*within, code))]
+    return [x for chain in chains for x in _without_methods(get, chain, seen)]
 
 
 def _parts(function: Any, getters: Getters) -> Getters:
     """Where a function only reads attributes of a value, those in place of it."""
     code = getattr(_opened(function)[0], "__code__", None)
     codes = [] if code is None else _with_inner(code)
-    uses = _uses(codes, (*_LOAD_GLOBAL, "LOAD_DEREF"))
+    uses = _uses(codes)
     found: Getters = {}
     for name, get in getters.items():
-        if "" in (attributes := uses.get(name, [""])):
+        if "" in (attributes := uses.get(_Variable(name, False), [""])):
             found[name] = get
         else:
-            read = [x for use in attributes for x in _without_methods(get, use)]
+            seen: set[str] = set()
+            read = [x for use in attributes for x in _without_methods(get, use, seen)]
             found |= {f"{name}.{x}": partial(_attribute, get, x) for x in read}
     return found
 

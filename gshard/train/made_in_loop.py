@@ -6,28 +6,46 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
+from functools import partial
+from types import CellType
 from typing import Any
 
 import jax
 from jax import core
 
-from gshard._util.errors import place_of, warn, without_partial
+from gshard._util.errors import place_of, warn
 from gshard.sharding.plan import Plan
 
 _called_once: weakref.WeakKeyDictionary[Plan, Counter[Hashable]] = weakref.WeakKeyDictionary()
 
 
-def code_of(function: Any) -> Any:
-    """Returns what functions that are made again in a loop have in common: their code, or class."""
-    function = inspect.unwrap(without_partial(function))
-    return getattr(function, "__code__", type(function))
+def code_of(function: Any) -> Hashable:
+    """Returns what functions that are made again in a loop have in common.
+
+    That is their code, and the identity of what they read: of what partials have bound, of the
+    object of a method, and of the variables of their closure.
+    """
+    read: list[Any] = []
+    while True:
+        function = inspect.unwrap(function)
+        if isinstance(function, partial):
+            read += [*function.args, *function.keywords.values()]
+            function = function.func
+        elif inspect.ismethod(function):
+            read.append(function.__self__)
+            function = function.__func__
+        else:
+            break
+    cells = [x for x in getattr(function, "__closure__", None) or () if x != CellType()]
+    read += [cell.cell_contents for cell in cells]
+    return getattr(function, "__code__", id(function)), *map(id, read)
 
 
 class MadeInLoop:
     """Counts the calls of a step, to tell whether the program makes a new one for each call.
 
-    That is when three alike in a row are called only once: steps for other losses or with other
-    options are not alike, and steps that are made once are called again.
+    Then three of them, for the same loss and with the same options, are called only once each, one
+    after the other.
 
     Args:
       plan: of the steps.

@@ -17,7 +17,7 @@ from gshard.sharding.precision import is_floating
 from gshard.train.comm.collectives import gather
 from gshard.train.fsdp.gather_bucket import GatherSpec, gather_specs
 from gshard.train.optim.offload import to_device
-from gshard.train_state import FROZEN, PARAMETERS, Components
+from gshard.train_state import COLLECTIONS, FROZEN, PARAMETERS, Components
 
 PURPOSE = "non_trainable"  # the purpose under which a budget counts these all-gathers
 
@@ -63,7 +63,11 @@ def warn_of_lost_updates(aux: Any, parts: Components, mutable: Collection[str]) 
     def returned(name: Any, tree: Any) -> set[str]:
         """The fields of which `tree`, which aux has under this name, has new values."""
         if isinstance(tree, Mapping):
-            own = {x for x, old in fields.items() if _are_alike(tree, old, parts, x == name)}
+            own = {
+                x
+                for x, old in fields.items()
+                if (x == name or x in COLLECTIONS) and _are_alike(tree, old, x == name)
+            }
             return own.union(*(returned(key, x) for key, x in tree.items()))
         items = tree if isinstance(tree, (tuple, list)) else ()
         return set[str]().union(*(returned("", x) for x in items))
@@ -76,17 +80,16 @@ def warn_of_lost_updates(aux: Any, parts: Components, mutable: Collection[str]) 
         )
 
 
-def _are_alike(tree: Any, field: Any, parts: Components, same_name: bool) -> bool:
+def _are_alike(tree: Any, field: Any, same_name: bool) -> bool:
     """Whether a tree is one of new values of a field of the state.
 
-    Under another name, metrics may have the keys of the field by chance, and what belongs to the
-    parameters has those of an average of them.
+    Under another name, metrics may have the keys of the field by chance.
     """
     (paths, new, _), (known, old, _) = flatten(tree), flatten(field)
     if paths != known or same_name:
         return paths == known
     ranks = [jnp.ndim(x) for x in old]
-    return any(ranks) and ranks == [*map(jnp.ndim, new)] and paths != flatten(parts.params)[0]
+    return any(ranks) and ranks == [*map(jnp.ndim, new)]
 
 
 def pin_updates(updates: dict[str, Any], plan: Plan) -> dict[str, Any]:

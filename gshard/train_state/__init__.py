@@ -23,3 +23,4 @@ from gshard.train_state.kind import as_state as as_state
 from gshard.train_state.kind import is_init as is_init
 from gshard.train_state.kind import is_nnx_pair as is_nnx_pair
 from gshard.train_state.kind import kind_of as kind_of
+from gshard.train_state.linen import COLLECTIONS as COLLECTIONS

@@ -85,6 +85,8 @@ class ShardedOptState(NamedTuple):
         )
 
     def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, int):
+            return tuple.__getitem__(self, key)
         raise GShardError(
             f"state.opt_state[{key}]: state.opt_state is gshard's, with the optimizer's own state "
             f"in it. Read state.opt_state.inner[{key}]; hyperparameters are in "

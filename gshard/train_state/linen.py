@@ -131,9 +131,10 @@ class Linen(Kind):
         optional = _keywords(loss_fn)[0] - _bound(loss_fn) - {*_fields(state, True)}
         if rng is None and "rng" in optional and _is_0_or_none(loss_fn, "rng"):
             warn(
-                f"{place_of(loss_fn)} takes rng=, and make_train_step was given none: dropout and "
-                "the like would be off. Pass rng=jax.random.key(0) to make_train_step; if this is "
-                "intended, pass functools.partial(loss_fn, rng=None) as the loss."
+                f"{place_of(loss_fn)} takes rng=, and make_train_step was given none: where the "
+                "loss needs a key, as for dropout, it has none. Pass rng=jax.random.key(0) to "
+                "make_train_step; if this is intended, pass functools.partial(loss_fn, rng=None) "
+                "as the loss."
             )
         for name in _fields(state, True):
             if isinstance(getattr(state, name), DynamicScale):
@@ -212,9 +213,21 @@ class Linen(Kind):
                 "out, or make it an argument of the loss: loss_fn(params, batch, *, "
                 f"{unknown[0]})."
             )
-        named -= _bound(loss_fn) - {*by_name}
+        bound = _bound(loss_fn) - {*by_name}
+        named -= bound
+        if both := bound.intersection(mutable):
+            raise GShardError(
+                f"mutable={mutable!r}: functools.partial has bound {some(sorted(both))} in "
+                f"{place_of(loss_fn)}, so the loss would never see what it returns. Bind nothing "
+                "that changes."
+            )
 
         def pure(params: Any, non_trainable: dict[str, Any], batch: Any, rng: Any) -> Any:
+            if rng is not None and "rng" in bound:
+                raise GShardError(
+                    "rng= was given, and functools.partial has bound another key in the loss. "
+                    "Leave out one of the two."
+                )
             if rng is not None and "rng" not in named:
                 raise GShardError(
                     "rng= was given, but the loss does not take it. Write loss_fn(params, batch, "
@@ -267,7 +280,7 @@ class Linen(Kind):
 _OF_STATE = {"apply_gradients", *(field.name for field in dataclasses.fields(TrainState))}
 
 
-_NOT_TRAINED = ("batch_stats", "cache", "intermediates")  # collections of Flax's modules
+COLLECTIONS = ("batch_stats", "cache", "intermediates")  # of Flax's modules, never trained
 
 
 def _without_params(non_trainable: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,10 +316,10 @@ def _warn_of_collections(trained: Any) -> None:
     """Warns of all that `model.init` returned, passed as the parameters."""
     if not isinstance(trained, Mapping) or "params" not in trained:
         return
-    if others := [x for x in _NOT_TRAINED if jax.tree.leaves(trained.get(x))]:
+    if others := [x for x in COLLECTIONS if jax.tree.leaves(trained.get(x))]:
         warn(
             f"the parameters have {some(others)} next to 'params', as model.init returns them, so "
-            "the optimizer would train these too. Pass variables['params'], and keep the others in "
+            "the optimizer is given these too. Pass variables['params'], and keep the others in "
             f"fields of a TrainState that the loss is given, or pass frozen='^{others[0]}/'. "
             'See the page "Losses" of the documentation.'
         )

@@ -316,7 +316,8 @@ class Watch:
         self._states += is_other
         while self._seen and (len(self._seen) >= LATE or self._has_ended(self._seen[0][1])):
             states, guard, flags, scale = self._seen.popleft()
-            first, row, skipped = map(int, (guard.first, guard.row, guard.skipped))
+            row = int(guard.row)
+            first, skipped = (int(guard.first), int(guard.skipped)) if row else (0, 0)
             was_empty = (first, row) == self._checked[:2] and skipped > self._checked[2]
             if row and not was_empty:  # it may be another try, from the same state
                 named = partial(self._describe, flags, everywhere=False)

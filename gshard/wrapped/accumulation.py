@@ -190,8 +190,9 @@ class Accumulation:
         models = original_of(self.plan), self.model
         if models[0] is None:
             return
-        # Arrays of before are not kept alive.
-        now = tuple([*map(weakref.ref, jax.tree.leaves(nnx.state(x, nnx.Param)))] for x in models)
+        # Arrays of before are not kept alive; numbers cannot be referred to.
+        leaves = [jax.tree.leaves(nnx.state(x, nnx.Param)) for x in models]
+        now = tuple([weakref.ref(x) for x in xs if isinstance(x, jax.Array)] for xs in leaves)
         before, self._before = self._before, now if self._before is None else ()
         if before is None:
             return
@@ -372,7 +373,7 @@ class Accumulation:
                 warn(f"the loss does not use {some(unused)}: their gradients are zero.")
         code = code_of(own_loss(loss_fn))
         kept = [own_loss(f) for f, at in self._of_loss if at == local]
-        alike = [f for f in kept if code_of(f) is code]
+        alike = [f for f in kept if code_of(f) == code]
         if len(alike) == 2:
             warn(
                 f"backward was given {place_of(loss_fn)} as a new function three times, and each "

@@ -31,6 +31,7 @@ from gshard.train.same_program import ProgramCheck
 from gshard.train.value_and_grad import mean_non_trainable, reduce_gradients, value_and_grad
 
 _GRAPHS = (nnx.Module, nnx.Rngs, nnx.Variable)
+_MANY = {float: 4, int: 16}  # values of a number; integers may be the lengths of loops
 LossFn = Callable[..., Any]
 Grads = nnx.State[Any, Any] | None
 Pending = LocalGradients | None
@@ -105,11 +106,11 @@ class Phases:
             if not any(values) or values in seen:
                 continue
             seen.add(values)
-            if len(seen) == 4:
+            if len(seen) == _MANY[kind]:
                 warn(
-                    f"the model was called with four values of a Python {kind.__name__}, and each "
-                    "was compiled. Pass what changes as an array, such as np.float32(rate) or "
-                    "np.int32(step), unless shapes or branches depend on it."
+                    f"the model was called with {len(seen)} values of a Python {kind.__name__}, "
+                    "and each was compiled. Pass what changes as an array, such as "
+                    "np.float32(rate) or np.int32(step), unless shapes or branches depend on it."
                 )
 
     def backward(

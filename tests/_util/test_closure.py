@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -203,6 +204,19 @@ class Read:
         first = second = self.scale
         return first + second
 
+    def loss_with_another_name(self, x):
+        read = self
+        config = read.config
+        return config.size + (lambda: config.size)()
+
+    def loss_with_a_name_for_two(self, x):
+        config = self.config
+        config = config if x else self.slots
+        return config
+
+    def loss_that_asks_for_the_class(self, x):
+        return self.network.__class__(x)
+
     def loss_with_a_match(self, x):
         match self.scale:
             case 1.0:
@@ -234,6 +248,14 @@ LOSSES = {  # of an object, the loss; what of the object is replaced; whether th
     "a condition": (lambda r: r.loss_with_a_condition, {"scale": 2.0}, 1),
     "an assignment in a condition": (lambda r: r.loss_with_a_walrus, {"scale": 2.0}, 1),
     "an assignment to two names": (lambda r: r.loss_with_two_names, {"scale": 2.0}, 1),
+    "another name": (lambda r: r.loss_with_another_name, {"config": Config(1, 2)}, 1),
+    "another field under another name": (
+        lambda r: r.loss_with_another_name,
+        {"config": Config(2, 1)},
+        0,
+    ),
+    "a name for two": (lambda r: r.loss_with_a_name_for_two, {"config": Config(2, 1)}, 0),
+    "the class": (lambda r: r.loss_that_asks_for_the_class, {"network": Network()}, 0),
     "a match": (lambda r: r.loss_with_a_match, {"scale": 2.0}, 1),
     "super()": (lambda r: lambda x: r.derived.features(x), {"derived": Derived()}, 1),
     "a method of any arguments": (lambda r: lambda x: r.derived.any(x), {"derived": Derived()}, 1),
@@ -302,6 +324,28 @@ def test_a_cache_that_the_first_call_fills_is_no_change():
     cache.mask = np.ones(2)
     with pytest.warns(gshard.GShardWarning, match="the loss reads cache.mask from outside"):
         outside.look(1.0)
+
+
+def test_a_loss_with_hundreds_of_names():
+    """Python gives a name beyond the 255th in two instructions."""
+    lines = [f"    x.name_{i}" for i in range(300)]
+    known = {"state": SimpleNamespace(apply_fn=len, params=jnp.ones(2))}
+    exec("\n".join(["def loss(x):", *lines, "    return state.apply_fn(x)"]), known)
+    outside = OutsideValues(known["loss"], "the loss")
+    outside.look(1.0)
+    known["state"] = SimpleNamespace(apply_fn=len, params=jnp.ones(2))
+    outside.look(1.0)
+
+
+def test_methods_that_call_each_other_are_read_once():
+    names = [f"method_{i}" for i in range(25)]
+    calls = " + ".join(f"self.{name}(x)" for name in names)
+    known: dict[str, Any] = {}
+    exec("\n".join(f"def {name}(self, x): return {calls}" for name in names), known)
+    model = type("Model", (), {name: known[name] for name in names})()
+    began = time.monotonic()
+    OutsideValues(lambda x: model.method_0(x), "the loss").look(1.0)
+    assert time.monotonic() - began < 10
 
 
 def test_a_counter_does_not_hide_the_other_attributes():

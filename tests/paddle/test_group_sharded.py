@@ -516,15 +516,15 @@ def test_numbers_of_different_types_are_different_programs():
     assert [y.dtype.name for y, _ in found] == ["int32", "int32", "float32", "int32"]
     for rate in (0.1, 0.2, 0.1):
         model(x, rate)
-    with pytest.warns(gshard.GShardWarning, match=r"four values.*np\.float32"):
+    with pytest.warns(gshard.GShardWarning, match=r"4 values.*np\.float32"):
         model(x, 0.3)
     model(x, 0.4)
     model(x, True)
-    for step in (2, 3, 2):
-        model(x, step)
-    with pytest.warns(gshard.GShardWarning, match=r"four values of a Python int.*np\.int32"):
-        model(x, 4)
-    model(x, 5)
+    for steps in (*range(2, 16), 2):
+        model(x, steps)
+    with pytest.warns(gshard.GShardWarning, match=r"16 values of a Python int.*np\.int32"):
+        model(x, 16)
+    model(x, 17)
 
 
 @pytest.mark.parametrize("level", quick(LEVELS, ["os_g", "p_g_os"]))

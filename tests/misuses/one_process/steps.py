@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -126,6 +127,21 @@ def made_in_the_loop(*of_each_step: dict[str, Any]) -> Any:
     for options in of_each_step:
         state, _ = gshard.make_train_step(loss_fn, plan, **options)(state, BATCH)
     return gshard.full_params(state), alone(steps=len(of_each_step))
+
+
+def evaluated_by_a_family(kind: str) -> Any:
+    """Three losses that are made by one function, or bind another number each."""
+
+    def scaled(params: Any, batch: Any, power: float) -> Any:
+        return power * loss_fn(params, batch)
+
+    def made(power: float) -> Any:
+        return lambda params, batch: scaled(params, batch, power)
+
+    state, plan = shard()
+    make = {"closures": made, "partials": lambda x: partial(scaled, power=x)}[kind]
+    found = [gshard.make_eval_step(make(x), plan)(state, BATCH) for x in (1.0, 2.0, 3.0)]
+    return found, [x * loss_fn(params(), BATCH) for x in (1.0, 2.0, 3.0)]
 
 
 def evaluated_in_the_loop(calls: int) -> Any:
@@ -353,6 +369,12 @@ ROWS = {
     ),
     "make_eval_step is called for each batch": warned(
         lambda _: evaluated_in_the_loop(1), "three times with loss_fn", "before the loop"
+    ),
+    "make_eval_step is called for losses that one function makes": right(
+        lambda _: evaluated_by_a_family("closures")
+    ),
+    "make_eval_step is called for partials that bind other numbers": right(
+        lambda _: evaluated_by_a_family("partials")
     ),
     "make_eval_step is called for each evaluation of several batches": right(
         lambda _: evaluated_in_the_loop(2)
