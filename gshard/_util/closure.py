@@ -109,7 +109,7 @@ def _read_of_self(code: CodeType) -> list[str]:
     if not code.co_argcount:  # `def loss(*args)`
         return [""]
     own = code.co_varnames[0]
-    inner = [x for x in _with_inner(code) if x is code or own in x.co_freevars]
+    inner = [x for x in _with_inner(code) if x is code or own not in x.co_varnames]
     by_super = [""] * ("__class__" in code.co_freevars)  # `super()`
     uses = _uses(inner)
     read = [x for is_local in (True, False) for x in uses.get(_Variable(own, is_local), [])]
@@ -131,7 +131,7 @@ def _uses(codes: Iterable[CodeType]) -> dict[_Variable, list[str]]:
         read = [x for x in dis.get_instructions(code) if x.opname != "EXTENDED_ARG"]
         for i, now in enumerate(read):
             stored.update(_stored(now))
-            if not (loaded := _loaded(now)):
+            if not (loaded := _loaded(now, code)):
                 continue
             *others, one = loaded
             for other in others:
@@ -144,26 +144,27 @@ def _uses(codes: Iterable[CodeType]) -> dict[_Variable, list[str]]:
                 written[one].add(".".join([*attributes, then[0].argval]))
             elif then[0].opname == "STORE_ATTR":
                 written[one].add(".".join([*attributes, then[0].argval]))
-            elif then[0].opname in ("STORE_FAST", "STORE_DEREF"):
-                names.append((one, chain, _stored(then[0])[0]))
+            elif given := _stored(then[0]):
+                names.append((one, chain, given[0]))
             else:
                 found[one].append(chain)
     for one, chain, name in reversed(names):  # a name may be given to a part of another one
         uses = found[name] if stored[name] == 1 else [""]
         found[one] += [".".join(filter(None, (chain, use))) for use in uses]
+        written[one] |= {".".join(filter(None, (chain, use))) for use in written[name]}
     return {
         one: [x for x in uses if not any(f"{x}.".startswith(f"{y}.") for y in written[one])]
         for one, uses in found.items()
     }
 
 
-def _loaded(now: dis.Instruction) -> list[_Variable]:
+def _loaded(now: dis.Instruction, code: CodeType) -> list[_Variable]:
     """The variables that an instruction loads, in order."""
     names = _names(now)
     if now.opname == "STORE_FAST_LOAD_FAST":  # Python 3.13
-        return [_Variable(names[1], True)]
-    if now.opname.startswith("LOAD_FAST"):
-        return [_Variable(name, True) for name in names]
+        names = names[1:]
+    if "LOAD_FAST" in now.opname:  # not the cells with which 3.13 makes a function
+        return [_Variable(x, True) for x in names if x not in code.co_cellvars + code.co_freevars]
     is_outer = now.opname.startswith((*_LOAD_GLOBAL, "LOAD_DEREF"))
     return [_Variable(name, False) for name in names] if is_outer else []
 

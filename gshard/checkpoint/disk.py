@@ -99,7 +99,7 @@ class Disk:
         except OSError as error:  # a step that cannot be looked at may be the newest
             fix = ""
             if error.filename not in (None, str(self)):
-                fix = " If this is not of a checkpoint, move its folder away."
+                fix = " If that folder is not a checkpoint, move it away."
             place = error.filename or self
             raise StoreError(f"{place} cannot be read: {why(error)}.{fix}") from error
         links = sorted(x.name for x in entries if STEP.fullmatch(x.name) and x.is_symlink())

@@ -97,11 +97,13 @@ class Lease:
     def check(self) -> None:
         """Raises a `CallOrderError` if another process has taken it over."""
         if not self.is_held():
-            other = _who(_newest(self._bucket)[1] or {})
+            other = _newest(self._bucket)[1] or {}
+            now = f"now {_who(other)} writes its checkpoints there. "
             raise CallOrderError(
                 f"{self._bucket}: this process did not renew its lease in time, for example "
-                f"because it was suspended, so another process took over: now {other} writes its "
-                "checkpoints there. This process writes nothing more. End one of the two."
+                "because it was suspended, so another process took over: "
+                f"{'it has ended since. ' if other == _RELEASED else now}"
+                "This process writes nothing more. End one of the two."
             )
 
     def release(self) -> None:
@@ -209,11 +211,16 @@ def _renew(
                 return lost.set()
             renewed += 1
             bucket.replace(_name(number), _content(renewed, token))
-            # It may have been taken over while this process was suspended in between.
+            # It may have been taken over while this process was suspended in between, or released.
             if _newest(bucket)[0] != number:
-                lost.set()
                 bucket.delete([_name(number)])
-                return
+                return lost.set()
+            if stop.is_set():
+                _write_released(bucket, number)
+
+
+def _write_released(bucket: Bucket, number: int) -> None:
+    bucket.replace(_name(number), json.dumps(_RELEASED).encode())
 
 
 def _end(bucket: Bucket, number: int, token: str, stop: threading.Event, process: int) -> None:
@@ -224,4 +231,4 @@ def _end(bucket: Bucket, number: int, token: str, stop: threading.Event, process
     with suppress(StoreError, OSError):  # it runs out by itself
         own = _read(bucket, number)
         if own is not None and _is_of(own, token):
-            bucket.replace(_name(number), json.dumps(_RELEASED).encode())
+            _write_released(bucket, number)

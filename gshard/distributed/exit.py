@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from traceback import extract_tb
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax  # its exit function, registered by this import, must run after the one here
 from jax.experimental import multihost_utils
@@ -58,7 +58,8 @@ _FORK_GRACE = 30  # seconds that a forked child has after SIGTERM
 _code = 0
 _calls = 0  # of `preempted`
 _told = False  # by `preempted`, to stop
-_signal_received = threading.Event()
+_signal_received = False  # no Event: a handler may be interrupted by itself
+_alarm_before: Any = None  # the handler of SIGALRM that a signal has replaced
 _listening = False
 
 
@@ -148,7 +149,7 @@ def preempted() -> bool:
     if _told:  # JAX says so only at the call on which its coordinator agreed
         return True
     if jax.process_count() == 1:
-        _told = _signal_received.is_set()
+        _told = _signal_received
         return _told
     try:
         _told = multihost_utils.reached_preemption_sync_point(_calls)
@@ -227,21 +228,24 @@ def _listen() -> None:
         )
     # The signal may come again: from the scheduler, and from the launcher too.
     if alone and signal.signal(signal.SIGTERM, _note) is _end_late:
-        signal.alarm(0)  # a forked child that asks by itself also ends by itself
+        if _alarm_before is not None:  # a forked child that asks by itself also ends by itself
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, _alarm_before)
     count_sigusr1_as_sigterm()
     _listening = True
 
 
 def _note(number: int, frame: object) -> None:
-    _signal_received.set()
+    global _signal_received
+    _signal_received = True
 
 
 def _end_fork_late() -> None:
     """Ends a forked child some time after SIGTERM, where its parent goes on after that signal.
 
     A scheduler that sends it to all processes must not end a data worker before the last batch. But
-    `multiprocessing.Pool` ends its workers with it, and waits for them. A child that calls
-    `preempted` itself is not ended.
+    `multiprocessing.Pool` ends its workers with it, and waits for them. A child of a program of one
+    process that calls `preempted` itself is not ended.
     """
     global _listening
     known = signal.getsignal(signal.SIGTERM)
@@ -252,8 +256,10 @@ def _end_fork_late() -> None:
 
 
 def _end_late(number: int, frame: object) -> None:
-    _signal_received.set()  # it may still call `preempted`
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the program may have a handler
+    global _alarm_before
+    _note(number, frame)  # it may still call `preempted`
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the program may have a handler
+    _alarm_before = _alarm_before or before
     signal.alarm(_FORK_GRACE)
 
 

@@ -19,11 +19,11 @@ from gshard.sharding.plan import Plan
 _called_once: weakref.WeakKeyDictionary[Plan, Counter[Hashable]] = weakref.WeakKeyDictionary()
 
 
-def code_of(function: Any) -> Hashable:
+def code_of(function: Any) -> tuple[Hashable, ...]:
     """Returns what functions that are made again in a loop have in common.
 
-    That is their code, and the identity of what they read: of what partials have bound, of the
-    object of a method, and of the variables of their closure.
+    That is their code, or class, and the identity of what they read: of what partials have bound,
+    of the object of a method, and of the variables of their closure.
     """
     read: list[Any] = []
     while True:
@@ -36,16 +36,21 @@ def code_of(function: Any) -> Hashable:
             function = function.__func__
         else:
             break
-    cells = [x for x in getattr(function, "__closure__", None) or () if x != CellType()]
-    read += [cell.cell_contents for cell in cells]
-    return getattr(function, "__code__", id(function)), *map(id, read)
+    if not hasattr(function, "__code__"):  # an object of a class with __call__
+        return type(function), *map(_identity, [*read, function])
+    cells = [x for x in function.__closure__ or () if x != CellType()]
+    return function.__code__, *map(_identity, [*read, *(x.cell_contents for x in cells)])
+
+
+def _identity(x: Any) -> Hashable:
+    return (type(x), x) if isinstance(x, (str, bytes, int, float, complex)) else id(x)
 
 
 class MadeInLoop:
     """Counts the calls of a step, to tell whether the program makes a new one for each call.
 
     Then three of them, for the same loss and with the same options, are called only once each, one
-    after the other.
+    after the other. Of losses with the same code that read different things, they are sixteen.
 
     Args:
       plan: of the steps.
@@ -56,7 +61,8 @@ class MadeInLoop:
 
     def __init__(self, plan: Plan, call: str, function: Callable[..., Any], options: Hashable):
         self._counts = _called_once.setdefault(plan, Counter())
-        self._key: Hashable = (call, code_of(function), options)
+        code = code_of(function)
+        self._limits: dict[Hashable, int] = {(call, code, options): 3, (call, code[0]): 16}
         self._call, self._function, self._calls = call, function, 0
 
     def count(self, results: Any) -> None:
@@ -67,13 +73,11 @@ class MadeInLoop:
         if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(results)):
             return
         self._calls += 1
-        if self._calls > 1:
-            self._counts[self._key] = 0
-            return
-        self._counts[self._key] += 1
-        if self._counts[self._key] == 3:
-            warn(
-                f"{self._call} was called three times with {place_of(self._function)}, and each "
-                "step was compiled for one call. If it is called in the loop, call it once, before "
-                "the loop."
-            )
+        for key, limit in self._limits.items():
+            self._counts[key] = 0 if self._calls > 1 else self._counts[key] + 1
+            if self._counts[key] == limit:
+                warn(
+                    f"{self._call} was called {limit} times with {place_of(self._function)}, and "
+                    "each step was compiled for one call. If it is called in the loop, call it "
+                    "once, before the loop, with a loss that is defined there."
+                )

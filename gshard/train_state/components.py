@@ -85,7 +85,7 @@ class ShardedOptState(NamedTuple):
         )
 
     def __getitem__(self, key: Any) -> Any:
-        if not isinstance(key, int):
+        if isinstance(key, slice):
             return tuple.__getitem__(self, key)
         raise GShardError(
             f"state.opt_state[{key}]: state.opt_state is gshard's, with the optimizer's own state "

@@ -225,7 +225,7 @@ class Linen(Kind):
         def pure(params: Any, non_trainable: dict[str, Any], batch: Any, rng: Any) -> Any:
             if rng is not None and "rng" in bound:
                 raise GShardError(
-                    "rng= was given, and functools.partial has bound another key in the loss. "
+                    "rng= was given, and functools.partial has bound rng in the loss already. "
                     "Leave out one of the two."
                 )
             if rng is not None and "rng" not in named:

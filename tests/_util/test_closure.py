@@ -209,6 +209,22 @@ class Read:
         config = read.config
         return config.size + (lambda: config.size)()
 
+    def loss_with_another_name_for_one_line(self, x):
+        config = self.config; return config.size  # noqa: E702 # fmt: skip
+
+    def loss_with_another_name_in_a_function(self, x):
+        scale = self.scale
+        return (lambda y: scale * y)(x)
+
+    def loss_with_another_name_in_a_comprehension(self, xs):
+        config = self.config
+        return [config.size * x for x in xs]
+
+    def loss_with_a_counter_by_another_name(self, x):
+        config = self.config
+        config.size += 1
+        return config.size
+
     def loss_with_a_name_for_two(self, x):
         config = self.config
         config = config if x else self.slots
@@ -249,6 +265,26 @@ LOSSES = {  # of an object, the loss; what of the object is replaced; whether th
     "an assignment in a condition": (lambda r: r.loss_with_a_walrus, {"scale": 2.0}, 1),
     "an assignment to two names": (lambda r: r.loss_with_two_names, {"scale": 2.0}, 1),
     "another name": (lambda r: r.loss_with_another_name, {"config": Config(1, 2)}, 1),
+    "another name on one line": (
+        lambda r: r.loss_with_another_name_for_one_line,
+        {"config": Config(2, 1)},
+        0,
+    ),
+    "another name in a function": (
+        lambda r: r.loss_with_another_name_in_a_function,
+        {"scale": 2.0},
+        1,
+    ),
+    "another name in a comprehension": (
+        lambda r: r.loss_with_another_name_in_a_comprehension,
+        {"config": Config(1, 2)},
+        1,
+    ),
+    "a counter by another name": (
+        lambda r: r.loss_with_a_counter_by_another_name,
+        {"config": Config(1, 2)},
+        0,
+    ),
     "another field under another name": (
         lambda r: r.loss_with_another_name,
         {"config": Config(2, 1)},

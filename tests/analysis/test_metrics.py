@@ -434,7 +434,7 @@ def test_metrics_of_the_same_directory_are_closed_by_new_ones(tmp_path):
     metrics.close()
 
 
-@pytest.mark.filterwarnings("ignore:make_train_step was called three times")
+@pytest.mark.filterwarnings("ignore:make_train_step was called 3 times")
 def test_a_step_that_the_program_has_dropped_is_not_kept_alive():
     """As of a loop that makes a new one in each epoch: each holds programs and constants."""
     state, plan, step = make()

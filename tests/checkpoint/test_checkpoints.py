@@ -867,7 +867,7 @@ def test_a_step_that_cannot_be_looked_at_is_not_absent(tmp_path, monkeypatch, co
         return lstat(path)
 
     monkeypatch.setattr(Path, "lstat", fails)
-    words = f"5/manifest.json cannot be read: {os.strerror(code)}. If .*, move its folder away"
+    words = f"5/manifest.json cannot be read: {os.strerror(code)}. If .*, move it away"
     with pytest.raises(OutsideError, match=words):
         checkpointer.latest_step()
 

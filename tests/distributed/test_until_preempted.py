@@ -23,7 +23,7 @@ from gshard.distributed import exit
 def alone(monkeypatch):
     """A process that has not listened for signals before, nor does afterwards."""
     monkeypatch.setattr(exit, "_listening", False)
-    monkeypatch.setattr(exit, "_signal_received", threading.Event())
+    monkeypatch.setattr(exit, "_signal_received", False)
     monkeypatch.setattr(exit, "_told", False)
     before = {number: signal.getsignal(number) for number in exit.STOP_SIGNALS}
     yield

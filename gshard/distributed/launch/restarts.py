@@ -113,6 +113,8 @@ class Restarts:
             further = f", since it got further than before ({_progress(before, self._furthest)})"
         self._row += 1
         if self._row > self._most:
+            if not self._most:
+                return Decision(False, 0.0, "--max_restarts is 0")
             row = "1 restart" if self._most == 1 else f"{self._most} restarts in a row"
             why = f"{row} made no progress (--max_restarts {self._most})"
             return Decision(False, 0.0, why)

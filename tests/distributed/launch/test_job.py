@@ -278,7 +278,8 @@ def test_an_error_of_the_launcher_at_a_restart_is_a_failure_of_the_job(tmp_path)
 def test_a_restart_that_finds_no_room_is_tried_again(tmp_path, monkeypatch, capsys):
     """Here its folder for temporary files is gone until the launcher has told of that."""
     script, folder = tmp_path / "script.py", tmp_path / "temporary"
-    back = "until [ $(grep -c '\"restart\"' log/events.jsonl) = 2 ]; do sleep 0.02; done; mkdir "
+    seen = "[ $(grep -c '\"restart\"' log/events.jsonl) -ge 2 ]"
+    back = f"for i in $(seq 3000); do {seen} && break; sleep 0.02; done; mkdir "
     script.write_text(
         "import os, shutil, signal, subprocess\n"
         "if os.environ['GSHARD_RESTARTS'] == '0':\n"

@@ -140,7 +140,7 @@ def evaluated_by_a_family(kind: str) -> Any:
 
     state, plan = shard()
     make = {"closures": made, "partials": lambda x: partial(scaled, power=x)}[kind]
-    found = [gshard.make_eval_step(make(x), plan)(state, BATCH) for x in (1.0, 2.0, 3.0)]
+    found = [gshard.make_eval_step(make(float(x)), plan)(state, BATCH) for x in "123"]
     return found, [x * loss_fn(params(), BATCH) for x in (1.0, 2.0, 3.0)]
 
 
@@ -362,13 +362,13 @@ ROWS = {
     ),
     "a model that draws noise is evaluated": right(lambda _: evaluated_in_train_mode(0.0)),
     "make_train_step is called in the loop": warned(
-        lambda _: made_in_the_loop({}, {}, {}), "three times with loss_fn", "before the loop"
+        lambda _: made_in_the_loop({}, {}, {}), "3 times with loss_fn", "before the loop"
     ),
     "make_train_step is called with other options in each step": right(
         lambda _: made_in_the_loop({}, {"micro_batches": 2}, {"donate": False})
     ),
     "make_eval_step is called for each batch": warned(
-        lambda _: evaluated_in_the_loop(1), "three times with loss_fn", "before the loop"
+        lambda _: evaluated_in_the_loop(1), "3 times with loss_fn", "before the loop"
     ),
     "make_eval_step is called for losses that one function makes": right(
         lambda _: evaluated_by_a_family("closures")
