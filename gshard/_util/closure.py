@@ -29,6 +29,22 @@ class _Named(NamedTuple):
     field: int
 
 
+class Opened(NamedTuple):
+    """A function without what wraps it.
+
+    Attributes:
+      function: the function of Python, or the object that is called.
+      owner: the object whose method it is, or None.
+      args: what partials have bound to its arguments.
+      keywords: what partials have bound by name.
+    """
+
+    function: Any
+    owner: Any
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
 class _Variable(NamedTuple):
     name: str
     is_local: bool
@@ -46,7 +62,9 @@ def read_from_outside(function: Any) -> tuple[Getters, Getters]:
 
     That is what `functools.partial` has bound, and attributes of the object of a method.
     """
-    function, owner, bound = _opened(function)
+    function, owner, args, keywords = opened(function)
+    bound = {f"argument {i + 1} of a partial": x for i, x in enumerate(args)}
+    bound |= {f"{name} of a partial": x for name, x in keywords.items()}
     others: Getters = {name: partial(_same, x) for name, x in bound.items()}
     closure: Getters = {"the object of the method": partial(_same, owner)}
     code = getattr(function, "__code__", None)
@@ -69,19 +87,22 @@ def read_from_outside(function: Any) -> tuple[Getters, Getters]:
     return closure, others
 
 
-def _opened(function: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """The function within, the object whose method it is, and what partials have bound in it."""
-    bound: dict[str, Any] = {}
-    while isinstance(function, partial):
-        bound |= {f"argument {i + 1} of a partial": x for i, x in enumerate(function.args)}
-        bound |= {f"{name} of a partial": x for name, x in function.keywords.items()}
-        function = function.func
-    owner = getattr(function, "__self__", None)
-    function = inspect.unwrap(function)
-    owner = getattr(function, "__self__", None) if owner is None else owner
+def opened(function: Any) -> Opened:
+    """Opens partials, methods and wrappers such as `jax.jit`, in whatever order they are."""
+    owner, args, keywords = None, (), {}
+    while True:
+        if isinstance(function, partial):
+            args, keywords = (*function.args, *args), {**function.keywords, **keywords}
+            function = function.func
+            continue
+        owner = getattr(function, "__self__", None) if owner is None else owner
+        inner = inspect.unwrap(function, stop=lambda x: isinstance(x, partial))
+        if inner is function:
+            break
+        function = inner
     if not hasattr(function, "__code__"):  # an object of a class with __call__
         owner, function = function, inspect.unwrap(type(function).__call__)
-    return getattr(function, "__func__", function), owner, bound
+    return Opened(getattr(function, "__func__", function), owner, args, keywords)
 
 
 def _with_inner(code: CodeType) -> list[CodeType]:
@@ -137,25 +158,27 @@ def _uses(codes: Iterable[CodeType]) -> dict[_Variable, list[str]]:
             for other in others:
                 found[other].append("")
             after = [*takewhile(lambda x: x.opname in _LOAD_ATTRIBUTE, read[i + 1 :])]
-            attributes, then = [x.argval for x in after], read[i + 1 + len(after) :]
-            chain = ".".join(attributes)
-            if then[0].opname == "COPY" and then[1].opname in _LOAD_ATTRIBUTE:
-                then = then[1:]  # `self.calls += 1` loads the object once
-                written[one].add(".".join([*attributes, then[0].argval]))
-            elif then[0].opname == "STORE_ATTR":
-                written[one].add(".".join([*attributes, then[0].argval]))
+            chain, then = _chain(*(x.argval for x in after)), read[i + 1 + len(after) :]
+            # `self.calls += 1` loads the object once.
+            adds = then[0].opname == "COPY" and then[1].opname in _LOAD_ATTRIBUTE
+            if adds or then[0].opname == "STORE_ATTR":
+                written[one].add(_chain(chain, then[adds].argval))
             elif given := _stored(then[0]):
                 names.append((one, chain, given[0]))
             else:
                 found[one].append(chain)
     for one, chain, name in reversed(names):  # a name may be given to a part of another one
         uses = found[name] if stored[name] == 1 else [""]
-        found[one] += [".".join(filter(None, (chain, use))) for use in uses]
-        written[one] |= {".".join(filter(None, (chain, use))) for use in written[name]}
+        found[one] += [_chain(chain, use) for use in uses]
+        written[one] |= {_chain(chain, use) for use in written[name]}
     return {
         one: [x for x in uses if not any(f"{x}.".startswith(f"{y}.") for y in written[one])]
         for one, uses in found.items()
     }
+
+
+def _chain(*names: str) -> str:
+    return ".".join(filter(None, names))
 
 
 def _loaded(now: dis.Instruction, code: CodeType) -> list[_Variable]:
@@ -196,13 +219,12 @@ def _without_methods(get: Callable[[], Any], use: str, seen: set[str] | None = N
     code = getattr(inspect.unwrap(getattr(method, "fget", method)), "__code__", None)
     if code is None or "" in (read := _read_of_self(code)):  # it may read anything
         return [use]
-    chains = [f"{head}.{other}" if head else other for other in read]
-    return [x for chain in chains for x in _without_methods(get, chain, seen)]
+    return [x for other in read for x in _without_methods(get, _chain(head, other), seen)]
 
 
 def _parts(function: Any, getters: Getters) -> Getters:
     """Where a function only reads attributes of a value, those in place of it."""
-    code = getattr(_opened(function)[0], "__code__", None)
+    code = getattr(opened(function).function, "__code__", None)
     codes = [] if code is None else _with_inner(code)
     uses = _uses(codes)
     found: Getters = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -66,16 +66,17 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
     refuse_iterator(batch)
     mesh = plan.mesh
     sharding = NamedSharding(mesh, plan.batch_spec)
-    placed = [_is_global(x, sharding) for x in jax.tree.leaves(batch)]
+    leaves = jax.tree.leaves(batch)
+    placed = [_is_global(x, sharding) for x in leaves]
     if placed and all(placed):
-        _refuse_deleted(batch)
+        _refuse_deleted(batch, leaves)
         return batch
     local, fault = batch, None
     if any(placed):
         pairs = zip(*flatten(batch)[:2], placed, strict=True)
         local = {path: x for path, x, is_placed in pairs if not is_placed}
     try:
-        _refuse_deleted(batch)
+        _refuse_deleted(batch, leaves)
         check_leaves(local, keys=not mesh.is_multi_process)
         if not any(placed) or any(np.ndim(x) for x in local.values()):
             groups = "groups of devices that share sequences"
@@ -188,9 +189,9 @@ def check_leaves(batch: Any, keys: bool = True) -> None:
             check_fits(x, canonicalize_dtype(jnp.result_type(x)), where)
 
 
-def _refuse_deleted(batch: Any) -> None:
+def _refuse_deleted(batch: Any, leaves: Sequence[Any]) -> None:
     """Refuses deleted arrays by path; paths are made only then, since each step calls this."""
-    arrays = (x for x in jax.tree.leaves(batch) if isinstance(x, jax.Array))
+    arrays = (x for x in leaves if isinstance(x, jax.Array))
     if any(not isinstance(x, core.Tracer) and x.is_deleted() for x in arrays):
         for path, x in zip(*flatten(batch)[:2], strict=True):
             if isinstance(x, jax.Array):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
-from functools import partial
 from types import CellType
 from typing import Any
 
 import jax
 from jax import core
 
+from gshard._util.closure import opened
 from gshard._util.errors import place_of, warn
 from gshard.sharding.plan import Plan
 
@@ -22,24 +21,13 @@ _called_once: weakref.WeakKeyDictionary[Plan, Counter[Hashable]] = weakref.WeakK
 def code_of(function: Any) -> tuple[Hashable, ...]:
     """Returns what functions that are made again in a loop have in common.
 
-    That is their code, or class, and the identity of what they read: of what partials have bound,
-    of the object of a method, and of the variables of their closure.
+    That is their code, and the identity of what they read: of what partials have bound, of the
+    object of a method, and of the variables of their closure.
     """
-    read: list[Any] = []
-    while True:
-        function = inspect.unwrap(function)
-        if isinstance(function, partial):
-            read += [*function.args, *function.keywords.values()]
-            function = function.func
-        elif inspect.ismethod(function):
-            read.append(function.__self__)
-            function = function.__func__
-        else:
-            break
-    if not hasattr(function, "__code__"):  # an object of a class with __call__
-        return type(function), *map(_identity, [*read, function])
-    cells = [x for x in function.__closure__ or () if x != CellType()]
-    return function.__code__, *map(_identity, [*read, *(x.cell_contents for x in cells)])
+    function, owner, args, keywords = opened(function)
+    cells = [x for x in getattr(function, "__closure__", None) or () if x != CellType()]
+    read = [owner, *args, *keywords.values(), *(x.cell_contents for x in cells)]
+    return getattr(function, "__code__", function), *map(_identity, read)
 
 
 def _identity(x: Any) -> Hashable:

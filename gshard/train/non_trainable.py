@@ -17,7 +17,7 @@ from gshard.sharding.precision import is_floating
 from gshard.train.comm.collectives import gather
 from gshard.train.fsdp.gather_bucket import GatherSpec, gather_specs
 from gshard.train.optim.offload import to_device
-from gshard.train_state import COLLECTIONS, FROZEN, PARAMETERS, Components
+from gshard.train_state import COLLECTIONS, FROZEN, PARAMETERS
 
 PURPOSE = "non_trainable"  # the purpose under which a budget counts these all-gathers
 
@@ -51,12 +51,12 @@ def to_storage(
     return stored
 
 
-def warn_of_lost_updates(aux: Any, parts: Components, mutable: Collection[str]) -> None:
+def warn_of_lost_updates(aux: Any, non_trainable: dict[str, Any], mutable: Collection[str]) -> None:
     """Warns of new values of the state in `aux`, such as batch statistics, which a step drops."""
     # A field that is one array may be among the metrics under its name.
     fields = {
         name: tree
-        for name, tree in parts.non_trainable.items()
+        for name, tree in non_trainable.items()
         if isinstance(tree, Mapping) and name not in (*mutable, *PARAMETERS)
     }
 

@@ -101,7 +101,7 @@ class Stages:
             metrics["loss_scale"] = scale
         if options.has_aux:
             metrics["aux"] = result.aux
-            warn_of_lost_updates(result.aux, parts, options.mutable)
+            warn_of_lost_updates(result.aux, parts.non_trainable, options.mutable)
         non_trainable = {name: parts.non_trainable[name] for name in result.updates}
         new = Components(
             params,

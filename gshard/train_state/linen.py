@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -18,6 +17,7 @@ from flax.linen.spmd import logical_to_mesh_axes
 from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
+from gshard._util.closure import opened
 from gshard._util.errors import GShardError, did_you_mean, place_of, some, warn
 from gshard._util.pytree import flatten, path_of
 from gshard._util.tracebacks import named_as
@@ -128,7 +128,7 @@ class Linen(Kind):
                 )
 
     def check_step(self, state: Any, loss_fn: Callable[..., Any], rng: Any) -> None:
-        optional = _keywords(loss_fn)[0] - _bound(loss_fn) - {*_fields(state, True)}
+        optional = _keywords(loss_fn)[0] - opened(loss_fn).keywords.keys() - {*_fields(state, True)}
         if rng is None and "rng" in optional and _is_0_or_none(loss_fn, "rng"):
             warn(
                 f"{place_of(loss_fn)} takes rng=, and make_train_step was given none: where the "
@@ -213,7 +213,7 @@ class Linen(Kind):
                 "out, or make it an argument of the loss: loss_fn(params, batch, *, "
                 f"{unknown[0]})."
             )
-        bound = _bound(loss_fn) - {*by_name}
+        bound = opened(loss_fn).keywords.keys() - {*by_name}
         named -= bound
         if both := bound.intersection(mutable):
             raise GShardError(
@@ -338,15 +338,6 @@ def _keywords(loss_fn: Callable[..., Any]) -> tuple[set[str], set[str], bool]:
         {p.name for p in named if p.default is p.empty},
         any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
-
-
-def _bound(loss_fn: Callable[..., Any]) -> set[str]:
-    """The keywords that `functools.partial` has bound, also in a function that was jitted then."""
-    bound: set[str] = set()
-    while isinstance(loss_fn := inspect.unwrap(loss_fn), partial):
-        bound |= loss_fn.keywords.keys()
-        loss_fn = loss_fn.func
-    return bound
 
 
 def _is_0_or_none(loss_fn: Callable[..., Any], name: str) -> bool:

@@ -114,7 +114,8 @@ class Accumulation:
         self._pending: LocalGradients | None = None
         self._buffers: dict[str, Any] = {}
         self._depth = 0
-        self._before: tuple[list[Any], ...] | None = None
+        self._before: tuple[list[Any], ...] = ()
+        self._looks_left = 2  # at the parameters, for `_warn_of_original`
         self._sizes = {"bucket_size": bucket_size, "end_bucket_size": end_bucket_size}
         self._options = options
         self._free: Any = lambda: None
@@ -163,7 +164,7 @@ class Accumulation:
         """
         _refuse_more(args, kwargs)
         scaler = self._check_call(loss_fn, batch)
-        if not self.holds and self._before != ():
+        if not self.holds and self._looks_left:
             self._warn_of_original()
         scale = self._scale_of(loss_fn)
         loss_fn, given = self._given(loss_fn, batch, scale)
@@ -193,8 +194,9 @@ class Accumulation:
         # Arrays of before are not kept alive; numbers cannot be referred to.
         leaves = [jax.tree.leaves(nnx.state(x, nnx.Param)) for x in models]
         now = tuple([weakref.ref(x) for x in xs if isinstance(x, jax.Array)] for xs in leaves)
-        before, self._before = self._before, now if self._before is None else ()
-        if before is None:
+        before, self._before = self._before, now
+        self._looks_left -= 1
+        if self._looks_left:
             return
         pairs = [zip(a, b, strict=False) for a, b in zip(before, now, strict=True)]
         original, own = ([a() is not b() for a, b in x] for x in pairs)

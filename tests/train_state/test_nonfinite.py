@@ -172,9 +172,9 @@ def test_bad_steps_end_the_run_whoever_made_the_state():
         for loss in (loss_fn, lambda p, b, *, seen: loss_fn(p, b, seen=seen))
     ]
     calls = 0
-    with pytest.raises(gshard.NonFiniteError, match=r"[4-6] consecutive steps .* at step 0"):
-        for calls in range(10):
-            state, _ = steps[calls % 2](state, batch(bad=np.nan))
+    with pytest.raises(gshard.NonFiniteError, match="4 consecutive steps .* at step 0"):
+        for calls in range(10):  # ended before the other step looks
+            state, _ = jax.block_until_ready(steps[calls % 2](state, batch(bad=np.nan)))
     assert calls <= 4 + 2 * 2
     touched = jax.jit(lambda x: x.replace(seen=x.seen + 1), donate_argnums=0)
     state, plan = divided("os")
