@@ -98,11 +98,10 @@ def shard_batch(batch: Any, plan: Plan) -> Any:
 def put_batch(batch: Any, plan: Plan, copy: bool = True) -> Any:
     """Places this process's examples on its devices, without comparison or communication.
 
-    With `copy=False` nobody else may write into the NumPy arrays: JAX on CPU may share their
-    memory, which the caller of `shard_batch` might fill with the next batch.
+    With `copy=False` nobody else may write into the NumPy arrays: JAX may share their memory on a
+    CPU, and reads it later on a GPU, when the caller of `shard_batch` may have filled it again.
     """
     dims = plan.sequence_dims(batch)
-    copy = copy and plan.group.platform == "cpu"
 
     def put(x: Any, dim: int | None) -> jax.Array:
         sharded = NamedSharding(plan.mesh, spec_of(x, dim, plan.group))

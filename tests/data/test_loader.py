@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import gc
 import itertools
@@ -633,7 +634,8 @@ def test_global_batches_of_what_has_its_own_order():
         global_batches([], None)
 
 
-def test_a_generator_may_fill_one_buffer():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_generator_may_fill_one_buffer(platform):
     def fill():
         apart = np.zeros(64 + 4096 * 16 * 4, np.uint8)
         start = -apart.ctypes.data % 64  # JAX takes over what is aligned like this
@@ -643,6 +645,8 @@ def test_a_generator_may_fill_one_buffer():
             yield {"x": buffer}
 
     for plan in (PLAN, plan_on(1)):
+        group = dataclasses.replace(plan.group, platform=platform)
+        plan = dataclasses.replace(plan, group=group)
         assert [float(b["x"].max()) for b in list(global_batches(fill(), plan))] == [0, 1, 2]
 
 
