@@ -45,8 +45,9 @@ _TREE = "_METADATA"  # Orbax writes it into the folder of every tree
 def write(step: Path, arrays: Mapping[str, jax.Array]) -> Callable[[], None]:
     """Copies this process's shards to the host, and begins to write them into an existing folder.
 
-    After this returns, the arrays may be donated or deleted. The function that is returned waits
-    until this process's shards are written.
+    After this returns, the arrays may be donated or deleted. On a GPU those in host memory may be
+    donated only when they are written: Orbax reads them where they are (`host_copy`). The function
+    that is returned waits until this process's shards are written.
     """
     ocp = orbax_module()
 

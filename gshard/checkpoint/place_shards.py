@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from gshard.checkpoint.bounds import Bounds, bounds_of
+from gshard.sharding.layout import HOST
 
 _AT_ONCE = 2**24  # bytes of an array whose shards may all be on the host
 
@@ -61,6 +62,19 @@ def place_shards(
             shards.append(jax.device_put(part, single, may_alias=False))
         jax.block_until_ready(shards)
     return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
+
+
+def host_copy(x: jax.Array) -> jax.Array:
+    """A copy of an array in the host's memory; any other array itself.
+
+    A thread that writes such an array reads it where it is. Meanwhile, on a GPU, a program that is
+    to reuse its memory fails: JAX donates no buffer to which NumPy refers.
+    """
+    if x.sharding.memory_kind != HOST:
+        return x
+    shards = {bounds_of(part.index, x.shape): part.data for part in x.addressable_shards}
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return place_shards(like, lambda several: [np.array(shards[bounds]) for bounds in several])
 
 
 def _padded(x: np.ndarray, bounds: Bounds) -> np.ndarray:

@@ -23,6 +23,7 @@ from gshard.checkpoint.arrays import (
 from gshard.checkpoint.background_save import BackgroundSave
 from gshard.checkpoint.data_state import packed_data_state
 from gshard.checkpoint.matching import Read, read_one_by_one
+from gshard.checkpoint.place_shards import host_copy
 from gshard.checkpoint.retention import RetentionPolicy, readable_metadata
 from gshard.checkpoint.step_files import StoreError
 from gshard.checkpoint.step_info import StepInfo
@@ -177,8 +178,13 @@ class StepWriter:
             self._session = sessions[min(sessions)]
         draft = self._draft(contents.step)
         self._saves += 1
+
+        def write() -> None:
+            arrays = {path: host_copy(x) for path, x in contents.arrays.items()}
+            begun.append(self._write(draft, contents._replace(arrays=arrays)))
+
         try:
-            run_on_all(lambda: begun.append(self._write(draft, contents)), call=call)
+            run_on_all(write, call=call)
         except GShardError:
             for finish in begun:
                 with contextlib.suppress(Exception):  # the save has failed already

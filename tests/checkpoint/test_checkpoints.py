@@ -26,7 +26,9 @@ from flax.training.train_state import TrainState
 
 import gshard
 from gshard._util.errors import OutsideError
+from gshard.checkpoint import orbax
 from gshard.checkpoint.disk import Disk
+from gshard.checkpoint.local import store as local_store
 from gshard.checkpoint.retention import RetentionPolicy
 from tests.covering import covering
 from tests.tiers import quick
@@ -187,6 +189,36 @@ def test_what_is_saved_is_what_was_there(tmp_path):
             new = checkpointer.restore(like=state_now).state
         assert (gshard.full_params(new)["x"] == x).all()
         assert (gshard.full_params(state_now)["x"] == x - 5).mean() > 0.9
+
+
+@pytest.mark.filterwarnings("ignore:.*is only in")
+@pytest.mark.parametrize("module, name", [(orbax, "write"), (local_store, "write_shards")])
+def test_what_is_offloaded_is_written_from_a_copy(tmp_path, monkeypatch, module, name):
+    """On a GPU no step can reuse memory that a thread still reads."""
+    write, given = getattr(module, name), set()
+
+    def noted(folder, arrays, *more):
+        for x in arrays.values():
+            given.update([x.ctypes.data] if isinstance(x, np.ndarray) else buffers(x))
+        return write(folder, arrays, *more)
+
+    monkeypatch.setattr(module, name, noted)
+    run = Training("os_g", 4, offload=True)
+    where = {"every": 100, "local": tmp_path / "local", "local_every": 1}
+    where = where if module is local_store else {}
+    with gshard.Checkpointer(tmp_path / "run", **where) as checkpointer:
+        held = run.whole()
+        checkpointer.save(1, run.state)
+        leaves = jax.tree.leaves(run.state)
+        offloaded = [x for x in leaves if x.sharding.memory_kind == "pinned_host"]
+        assert offloaded and given.isdisjoint(address for x in offloaded for address in buffers(x))
+        run.train(0)
+        run.state = checkpointer.restore(like=run.state).state
+    assert_equal_bits(run.whole(), held)
+
+
+def buffers(x):
+    return [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
 
 
 # ---- kinds of states -----------------------------------------------------------------------------
@@ -438,7 +470,9 @@ def test_a_process_killed_while_it_deletes_leaves_no_part_of_a_step(tmp_path):
         file.write_bytes(b"x")
     script = f"""
 import os, pathlib, signal, sys
+from gshard.checkpoint import orbax
 from gshard.checkpoint.disk import Disk
+from gshard.checkpoint.local import store as local_store
 sys.addaudithook(lambda event, _: event in ("os.remove", "os.rmdir") and os.kill(os.getpid(), 9))
 Disk(pathlib.Path({str(tmp_path)!r})).delete(3)
 """

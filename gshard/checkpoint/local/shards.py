@@ -105,8 +105,9 @@ def own_shards(arrays: Mapping[str, jax.Array], left_out: set[Key]) -> dict[Key,
 def copy_to_host(shards: Mapping[Key, jax.Array]) -> dict[Key, np.ndarray]:
     """The shards in the host's memory.
 
-    On a CPU they are there already. While somebody refers to a shard, JAX copies it rather than
-    donate it, so what comes after cannot change it.
+    Those that are there already are not copied. While somebody refers to one, JAX on a CPU copies
+    it rather than donate it, so what comes after cannot change it; on a GPU a program that is to
+    reuse its memory fails (`host_copy`).
     """
     for x in shards.values():
         x.copy_to_host_async()
