@@ -33,6 +33,8 @@ GRACE = "GSHARD_GRACE"
 _VISIBLE = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 _DRIVER_TIMEOUT = 60.0  # seconds; it may initialize eight GPUs first
 _NO_GPU = ("", "-1", "NoDevFiles", "none", "void")  # as Slurm and container runtimes write it
+_OPEN_MPI = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+_REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _FORCED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
 
@@ -187,6 +189,41 @@ def device_shares(
         )
     variable = next((name for name in _VISIBLE if name in os.environ), _VISIBLE[0])
     return [{variable: ",".join(gpus[i * each : (i + 1) * each])} for i in range(processes)]
+
+
+def gpus_of_task() -> list[int] | None:
+    """Which of the visible GPUs are this process's, if Slurm or Open MPI started it.
+
+    They are shared as by the launcher, unless the process sees its own alone. JAX would take the
+    one with the process's number on its machine: one of many for a single process, and none that is
+    there if each sees its own. Returns their numbers from 0; None leaves it to JAX.
+    """
+    place = _place_on_machine()
+    if place is None or os.environ.get("JAX_LOCAL_DEVICE_IDS") or not (gpus := visible_gpus()):
+        return None
+    number, processes = place
+    bound = os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # such as "h100:2"
+    if len(gpus) < processes or str(len(gpus)) == bound:
+        processes, number = 1, 0
+    each, rest = divmod(len(gpus), processes)
+    if rest:
+        raise GShardError(
+            f"initialize: {len(gpus)} GPUs cannot be split evenly between {processes} processes of "
+            f"this machine. Start a number of processes that divides {len(gpus)}, or name fewer "
+            f"GPUs in {_VISIBLE[0]}."
+        )
+    return [*range(number * each, (number + 1) * each)]
+
+
+def _place_on_machine() -> tuple[int, int] | None:
+    """The number of this process on its machine, and how many there are, as a cluster says it."""
+    number, count = map(read_integer, _OPEN_MPI)
+    if number is None or count is None:
+        number, node = read_integer("SLURM_LOCALID"), read_integer("SLURM_NODEID")
+        tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as "8(x2),4"
+        counts = [int(n) for n, x in _REPEATED.findall(tasks) for _ in range(int(x or 1))]
+        count = counts[node] if node is not None and node < len(counts) else None
+    return None if number is None or not count else (number, count)
 
 
 def devices_of(shares: Sequence[dict[str, str]]) -> int:

@@ -261,6 +261,7 @@ def _join_detected(
                 f"process is one of several. {_NEED}"
             )
         return
+    options["local_device_ids"] = env_vars.gpus_of_task()
     try:
         _initialize(coordinator_bind_address=bind_address, **options)
         _watch(Watchdog(None, hang_timeout))  # no rendezvous tells where process 0 serves

@@ -13,6 +13,7 @@ import pytest
 
 import gshard
 from benchmarks.groups import free_address
+from gshard.distributed.env_vars import gpus_of_task
 from tests.processes import assert_all_well, run_together, variables
 
 
@@ -39,7 +40,9 @@ def free_port_above(first: int) -> int:
 
 MEET = """
 import time
+import jax
 import gshard
+jax.config.update("jax_platforms", "cpu")
 gshard.distributed.initialize()
 gshard.distributed.initialize()
 rank = gshard.distributed.process_index()
@@ -48,15 +51,19 @@ time.sleep(rank)
 came = time.monotonic()
 gshard.distributed.barrier()
 print("SEEN", rank, gshard.distributed.process_count(), came, time.monotonic())
+print("GPUS", jax.config.values["jax_cuda_visible_devices"])
 """
 
 
 def meet(folder: Path, environments: list[dict[str, str]]) -> None:
-    """Two processes with these variables find each other, and wait at a barrier."""
+    """Two processes with these variables meet, share four GPUs, and wait at a barrier."""
+    gpus = {"JAX_PLATFORMS": "", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    environments = [gpus | environment for environment in environments]
     ended = run_together(folder, [["-c", MEET]] * 2, environments, limit=100)
     assert_all_well(ended)
     seen = [end.said.split("SEEN ")[1].split()[:4] for end in ended]
     assert [tuple(map(int, words[:2])) for words in seen] == [(0, 2), (1, 2)]
+    assert [end.said.split("GPUS ")[1].split()[0] for end in ended] == ["0,1", "2,3"]
     came, left = ([float(words[i]) for words in seen] for i in (2, 3))
     assert came[1] - came[0] > 0.5
     assert min(left) >= max(came)
@@ -71,6 +78,8 @@ def test_slurm_is_detected(tmp_path):
             "SLURM_STEP_NODELIST": "localhost",
             "SLURM_STEP_NUM_NODES": "1",
             "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "2",
+            "SLURM_NODEID": "0",
             "SLURM_NTASKS": "2",
             "SLURM_PROCID": str(rank),
             "SLURM_LOCALID": str(rank),
@@ -89,10 +98,49 @@ def test_open_mpi_is_detected(tmp_path):
             "OMPI_COMM_WORLD_SIZE": "2",
             "OMPI_COMM_WORLD_RANK": str(rank),
             "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
         }
         for rank in range(2)
     ]
     meet(tmp_path, environments)
+
+
+def task(per_node: str, node: int, number: int, per_task: str = "") -> dict[str, str]:
+    """What Slurm says of a task."""
+    found = {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": str(node)}
+    return found | {"SLURM_LOCALID": str(number), "SLURM_GPUS_PER_TASK": per_task}
+
+
+@pytest.mark.parametrize(
+    ("visible", "told", "own"),
+    [
+        (8, task("1(x2)", 1, 0), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (8, task("8(x2)", 1, 3), [3]),
+        (8, task("2(x2),4", 2, 1), [2, 3]),
+        (1, task("8", 0, 7, "1"), [0]),  # it sees its own
+        (2, task("2", 0, 1, "h100:2"), [0, 1]),
+        (4, task("2", 0, 1, "2"), [2, 3]),  # --gpu-bind=none
+        (0, task("2", 0, 1), None),
+        (8, task("", 0, 1), None),
+        (8, task("8", 0, 1) | {"JAX_LOCAL_DEVICE_IDS": "5"}, None),
+        (8, {}, None),
+    ],
+)
+def test_gpus_of_a_task(visible, told, own, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(visible))))
+    assert gpus_of_task() == own
+
+
+def test_gpus_that_tasks_cannot_share(monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS")
+    for name, value in task("3", 0, 1).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    with pytest.raises(gshard.GShardError, match=r"4 GPUs cannot .* 3 processes .* divides 4"):
+        gpus_of_task()
 
 
 ALONE = """
