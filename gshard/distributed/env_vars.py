@@ -66,6 +66,7 @@ def read_integer(name: str) -> int | None:
 _LAUNCHERS = {  # others: their names of the rank and of the number of processes
     "torchrun": ("RANK", "WORLD_SIZE"),
     "paddle.distributed.launch": ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
+    "a script for JAX": ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),  # JAX reads neither
 }
 
 

@@ -507,6 +507,11 @@ def test_variables_of_a_job_that_cannot_be(monkeypatch):
             "warn",
             "PADDLE_TRAINERS_NUM=2, which paddle.distributed.launch sets",
         ),
+        (
+            {"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"},
+            "warn",
+            "JAX_PROCESS_ID=1 and JAX_NUM_PROCESSES=2, which a script for JAX sets: it is alone",
+        ),
     ],
 )
 def test_launchers_of_others(told, ok, said, monkeypatch):

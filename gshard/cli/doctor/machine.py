@@ -207,7 +207,6 @@ def _detected(environment: Mapping[str, str]) -> Check:
     for rank, count in (
         ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
     ):
         if rank in environment and count in environment:
             said = f"rank {environment[rank]} of {environment[count]}, by {rank}"

@@ -133,10 +133,7 @@ _DOUBTED = (
 )
 _LISTED = re.compile("(JAX|GSHARD|XLA|LIBTPU|NCCL)_.*|.*_VISIBLE_DEVICES|LD_LIBRARY_PATH")
 # Variables of JAX in addition to its settings.
-_OF_JAX = (
-    "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_NUM_PROCESSES",
-    "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS",
-)  # fmt: skip
+_OF_JAX = "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS"
 
 
 def variables(accelerators: int, environment: Mapping[str, str]) -> list[Check]:
