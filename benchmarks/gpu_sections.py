@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -129,7 +129,40 @@ def correctness(small: bool) -> Iterator[Found]:
                         about["loss_off"] = loss_distance(own, losses)
                         rows.append(about | {"params_off": off})
                     yield {"rows": rows, "note": note, "wrong": unlike_jit(rows)}
+    with tried(rows, model="one buffer", level="dp"):
+        rows.append(one_buffer(mesh, small))
     yield {"rows": rows, "note": note, "wrong": unlike_jit(rows)}
+
+
+def one_buffer(mesh: Any, small: bool) -> Found:
+    """A row of `correctness`: batches of one buffer, filled again while the step may still read it.
+
+    Raises RuntimeError if a loss is not exactly that of an array of its own.
+    """
+    steps, total = 8, 2**16 if small else 2**25
+    buffer = np.empty((mesh.size, total // mesh.size), np.float32)
+
+    def refilled() -> Iterator[np.ndarray]:
+        for i in range(steps):
+            buffer[:] = i + 1
+            yield buffer
+
+    def losses(batches: Iterable[np.ndarray], read: Callable[[jax.Array], Any]) -> list[float]:
+        params = {"scale": np.ones(1, np.float32)}
+        state, plan = gshard.shard_train_state((params, optax.sgd(0.0)), mesh, "dp")
+        step = gshard.make_train_step(lambda p, x: p["scale"][0] * x.mean(), plan)
+        found = []
+        for batch in batches:
+            state, metrics = step(state, batch)
+            found.append(read(metrics["loss"]))
+        return [float(x) for x in found]
+
+    wanted = losses((np.full_like(buffer, i + 1) for i in range(steps)), float)  # waits for each
+    own = losses(refilled(), lambda x: x)
+    if own != wanted:
+        raise RuntimeError(f"losses {own}, and {wanted} with an array for each batch")
+    about = {"model": "one buffer", "level": "dp", "loss": own[-1]}
+    return about | {"loss_off": 0.0, "params_off": 0.0}
 
 
 def step_time(small: bool) -> Iterator[Found]:
@@ -202,7 +235,7 @@ def planned_level(model: str, level: str, small: bool, devices: int) -> Found:
 
 
 def offload(small: bool) -> Iterator[Found]:
-    """The optimizer state in host memory: where it is stored, that it trains, and its time."""
+    """The optimizer state in host memory: where it is, that it trains also while it is saved."""
     mesh, rows, programs = gshard.make_mesh(), [], {}
     problem, examples = _sized("gpt-scan", small)
     for name in ("device", "host"):
@@ -212,15 +245,29 @@ def offload(small: bool) -> Iterator[Found]:
             program.run()  # one that fails leaves the other
             programs[name] = program
     for name, _, seconds, losses in _timed(programs, small):
-        state = jax.tree.leaves(programs[name].state()[1])
-        kinds: dict[str, int] = collections.Counter()
-        for x in state:
-            kinds[x.sharding.memory_kind] += x.nbytes
-        stored = ", ".join(f"{bytes_of(size)} in {kind}" for kind, size in kinds.items())
-        about = {"optimizer state": name, "stored": stored, "seconds": seconds}
-        rows.append(about | _trained(losses, programs[name]))
+        with tried(rows, **{"optimizer state": name}):
+            state = jax.tree.leaves(programs[name].state()[1])
+            kinds: dict[str, int] = collections.Counter()
+            for x in state:
+                kinds[x.sharding.memory_kind] += x.nbytes
+            stored = ", ".join(f"{bytes_of(size)} in {kind}" for kind, size in kinds.items())
+            about = {"optimizer state": name, "stored": stored, "seconds": seconds}
+            about["while_saved"] = _seconds_while_saved(programs[name])
+            rows.append(about | _trained(losses, programs[name]))
         yield {"rows": rows}
     yield {"rows": rows, "wrong": failed(rows, untrained(rows), not_offloaded(rows))}
+
+
+def _seconds_while_saved(program: Program) -> float:
+    """Seconds of a step that takes the memory of a state which is being written."""
+    times = []
+    with tempfile.TemporaryDirectory() as folder, gshard.Checkpointer(folder) as checkpointer:
+        for i in range(2):
+            checkpointer.save(i, program.train_state())
+            began = time.perf_counter()
+            program.run()
+            times.append(time.perf_counter() - began)
+    return max(times)
 
 
 def processes(small: bool) -> Iterator[Found]:

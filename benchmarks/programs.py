@@ -19,13 +19,15 @@ class Program(NamedTuple):
     """One train step: runs one and gives its loss.
 
     `compiled()` is its program, `state()` the full parameters and the optimizer state as stored,
-    `skipped()` the number of steps that were skipped, which only gshard's are.
+    `skipped()` the number of steps that were skipped, `train_state()` what a checkpoint takes: both
+    of gshard's alone.
     """
 
     run: Callable[[], float]
     compiled: Callable[[], Any]
     state: Callable[[], tuple[Any, Any]]
     skipped: Callable[[], int] = int
+    train_state: Callable[[], Any] = type(None)
 
     @property
     def temporary(self) -> int:
@@ -91,6 +93,7 @@ def by_gshard(problem: Problem, examples: int, level: str, mesh: Any, **shard: A
         lambda: step.lower(state, batch).compile(),
         lambda: (gshard.full_params(state), state.opt_state),
         lambda: int(metrics["skipped_steps"]),
+        lambda: state,
     )
 
 

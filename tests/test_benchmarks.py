@@ -480,6 +480,25 @@ def test_a_loss_that_is_not_a_number_is_far():
     assert math.isnan(gpu_ranks.loss_distance([1.0, math.nan, 1.0], [1.0, 1.0, 1.0]))
 
 
+def test_a_batch_that_is_read_late_is_said(monkeypatch):
+    mesh = gshard.make_mesh()
+    assert gpu_sections.one_buffer(mesh, True)["loss"] == 8
+
+    class Late:
+        def __init__(self, batch):
+            self.batch = batch
+
+        def __float__(self):
+            return float(self.batch.mean())
+
+    def step(state, batch):
+        return state, {"loss": Late(batch)}
+
+    monkeypatch.setattr(gshard, "make_train_step", lambda *_: step)
+    with pytest.raises(RuntimeError, match="with an array for each batch"):
+        gpu_sections.one_buffer(mesh, True)
+
+
 def test_state_that_is_not_offloaded_is_said():
     stored = {"device": "1 GB in device", "host": "1 GB in pinned_host"}
     rows = [{"optimizer state": name, "stored": at} for name, at in stored.items()]
@@ -533,7 +552,8 @@ def test_the_gpu_check_runs_on_eight_virtual_devices(tmp_path):
     rows = {one["name"]: one["rows"] for one in found["sections"]}
     assert list(rows) == list(SECTIONS)
     assert all(list(row) == list(of[0]) for of in rows.values() for row in of)  # one table each
-    assert [row["level"] for row in rows["correctness"]] == 2 * ["dp", "os", "os_g", "p_g_os"]
+    levels = [row["level"] for row in rows["correctness"]]
+    assert levels == [*2 * ["dp", "os", "os_g", "p_g_os"], "dp"]
     assert {row["program"] for row in rows["step_time"]} == {"jit", "dp", "p_g_os"}
     assert 0.5 < rows["planned"][0]["planned_to_compiler"] < 2
     assert [row["case"] for row in rows["ranks"]] == list(gpu_ranks.cases(gpu_sections.RANKS))
