@@ -36,7 +36,8 @@ class Precision:
         optimizer state; a parameter whose compute dtype is this one has no master copy.
       reduce_dtype: dtype in which gradients are summed over micro-batches and devices. By default
         the compute dtype of each parameter.
-      output_dtype: dtype of floating auxiliary and evaluation outputs. By default unchanged.
+      output_dtype: dtype of floating auxiliary and evaluation outputs. By default unchanged;
+        a step may return a narrower sum over examples as float32.
       exceptions: other compute dtypes by path pattern, such as `{"LayerNorm": "float32"}`.
       gather_dtype: dtype in which all-gathers of parameters send them, in blocks of at most 256
         entries with a scale each: `"int8"`, `"int4"`, `"float8_e4m3fn"`, `"float8_e5m2"`, or a

@@ -282,6 +282,18 @@ def test_a_number_without_an_order_is_not_taken_of_a_part(dtype):
         step(state, rows())
 
 
+def test_an_entry_for_each_example_is_refused_with_micro_batches():
+    state, plan = divided()
+    step = gshard.make_train_step(
+        lambda p, b: (jnp.square(b["x"] @ p["w"]).mean(), b["x"] @ p["w"]),
+        plan,
+        has_aux=True,
+        micro_batches=2,
+    )
+    with pytest.raises(gshard.GShardError, match=r"output of shape .* has an entry for each"):
+        step(state, rows())
+
+
 def test_an_integer_that_may_wrap_is_not_taken_of_a_part():
     state, plan = divided()
     step = gshard.make_train_step(

@@ -17,7 +17,7 @@ _EXAMPLES = (
     "own examples."
 )
 _ROWS = "To select from each example, use x[jnp.arange(n), y] or jnp.take_along_axis. "
-_SAME = "If it is the same for all examples, close over it. "
+_SAME = "An array whose dimension 0 is not that of the examples does not belong in the batch. "
 _GROUPS = (
     "A loss that groups neighbouring examples, such as pairs, needs whole groups on each device in "
     "each micro-batch: give a larger batch. "
@@ -102,11 +102,11 @@ def one_batch_error(evaluator: Converter, eqn: Any) -> GShardError:
 
 
 def per_example_error(value: Any) -> GShardError:
-    """The error for an auxiliary output of each example, averaged over micro-batches."""
+    """The error for an auxiliary output of each example of a micro-batch."""
     return GShardError(
         f"an auxiliary output of shape {list(value.aval.shape)} has an entry for each example of a "
-        "micro-batch, and auxiliary outputs of micro-batches are averaged. Return sums over the "
-        "examples, or compute it with gshard.make_eval_step."
+        "micro-batch, and those of several micro-batches are not put together. Return sums over "
+        "the examples, or compute it with gshard.make_eval_step."
     )
 
 

@@ -170,7 +170,8 @@ class GlobalBatch:
             weight = jnp.float32(1 / self.group.devices)
 
         def form(x: Any) -> Any:
-            if averaged and isinstance(x, Value) and x.placement.is_sharded:
+            several = averaged or evaluator.micro_batches > 1
+            if several and isinstance(x, Value) and x.placement.is_sharded:
                 raise per_example_error(x)
             return _form(evaluator, x, 1 if averaged else None, examples)
 
