@@ -86,13 +86,14 @@ class Observer(Protocol):
     def before(self, number: int) -> None:
         """Called before the step of this number begins."""
 
-    def after(self, number: int, calls: int, result: Any) -> None:
+    def after(self, number: int, calls: int, skipped: tuple[Any, Any]) -> None:
         """Called once the step was given to the devices.
 
         Args:
           number: that of the step; a step that is known to have been skipped has none.
           calls: the number of steps including all that were skipped.
-          result: a small array that is there once the devices have finished the step.
+          skipped: how many steps were skipped before this one, and with it. The latter is a small
+            array that is there once the devices have finished the step.
         """
 
     def ran(self, step: Any, batch: Any) -> None:
@@ -110,6 +111,7 @@ class StepNumber:
 
     def __init__(self) -> None:
         self._number, self._calls, self._restores, self._began = 0, 0, -1, 0.0
+        self._skipped: Any = 0
 
     def begin(self, step: Any, skipped: Any = 0, is_other: bool = False) -> None:
         """Begins a call.
@@ -124,21 +126,23 @@ class StepNumber:
             return
         if is_other or self._restores != _restores:
             self._restores, self._number, self._began = _restores, int(step), time.monotonic()
-            self._calls = self._number + int(skipped)
+            self._skipped = int(skipped)
+            self._calls = self._number + self._skipped
         for observer in list(observers):
             observer.before(self._number + 1)
 
-    def end(self, result: Any) -> None:
-        """Ends a call; `result` is there once the devices have finished it."""
+    def end(self, skipped: Any) -> None:
+        """Ends a call; `skipped` is there once the devices have finished it."""
         if self._restores < 0:
             return
         self._number, self._calls = self._number + 1, self._calls + 1
         if _map is not None:
             _map[:WIDTH] = b"%20d" % self._number
             if not _has_stepped:
-                self._first(result)
+                self._first(skipped)
+        both, self._skipped = (self._skipped, skipped), skipped
         for observer in list(observers):
-            observer.after(self._number, self._calls, result)
+            observer.after(self._number, self._calls, both)
 
     def skipped(self, step: int, row: int, leaves: Callable[[], str], counted: bool = True) -> None:
         """Tells of a step that changed nothing since its gradient was not finite.

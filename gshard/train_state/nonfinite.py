@@ -300,7 +300,7 @@ class Watch:
         """
         if isinstance(guard.row, core.Tracer):
             return
-        self._number.end(guard.row)
+        self._number.end(guard.skipped)
         self._last = after.row
         if self._most is not None:
             self._seen.append((self._states, guard, flags, scale))

@@ -208,6 +208,34 @@ def test_skipped_steps_have_no_number_and_do_not_spoil_the_mean():
     assert number == 3
 
 
+@pytest.mark.parametrize(
+    "given", [lambda x: {"loss": x["loss"]}, lambda x: {"loss": float(x["loss"])}], ids=["", "host"]
+)
+def test_steps_are_known_to_be_skipped_whatever_is_logged(given):
+    state, _, step = make()
+    rows = Rows()
+    for loss in (np.nan, np.nan):  # before there are Metrics
+        state, _ = step(state, batch(loss))
+    with gshard.Metrics(every=2, writers=[rows]) as metrics:
+        for loss in (1.0, np.nan, 3.0, 5.0):
+            state, info = step(state, batch(loss))
+            metrics.step(given(info))
+    assert [(number, row["loss"]) for number, row in rows] == [(1, 1.0), (3, 4.0)]
+    assert int(state.step) == 3
+
+
+def test_a_step_that_was_skipped_and_not_logged_costs_no_other():
+    state, _, step = make()
+    rows = Rows()
+    with gshard.Metrics(every=2, writers=[rows]) as metrics:
+        for n, loss in enumerate((2.0, 1.0, np.nan, 3.0)):
+            state, info = step(state, batch(loss))
+            if n % 2:
+                metrics.step(info)
+        metrics.step({"accuracy": 0.5}, number=4)  # of no step
+    assert [(number, row.get("loss")) for number, row in rows] == [(3, 2.0), (4, None)]
+
+
 def test_a_step_with_another_state_counts_as_that_state_does():
     """Seeds of a sweep, and two states in turn."""
     state, _, step = make(donate=False)
@@ -363,7 +391,7 @@ def test_values_are_fetched_once_per_window_and_never_of_a_running_step(monkeypa
     kind, fetched = type(jnp.ones(())), []
     original = kind._value
     monkeypatch.setattr(
-        kind, "_value", property(lambda x: fetched.append(count) or original.fget(x))
+        kind, "_value", property(lambda x: fetched.append((count, x)) or original.fget(x))
     )
     count = -1
     rows = Rows()
@@ -373,8 +401,9 @@ def test_values_are_fetched_once_per_window_and_never_of_a_running_step(monkeypa
             if count == 1:
                 fetched.clear()  # the number of the first step
             metrics.step(info)
-        assert set(fetched) == {5 + 2, 10 + 2, 15 + 2}
-        assert len(fetched) == 3 * 5 * 3  # loss, norm and skipped steps of five steps
+        assert {at for at, _ in fetched} == {5 + 2, 10 + 2, 15 + 2}
+        # Loss, norm, skipped steps, and these as the step itself counts them.
+        assert len({id(x) for _, x in fetched}) == 4 * 5 * 3
         assert len(rows) == 3
 
 

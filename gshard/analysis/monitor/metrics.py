@@ -107,7 +107,6 @@ class Metrics:
         self._has_warned = False
         self._began, self._spent = time.monotonic(), dict(activity.spent)
         self._now = self._began, self._spent  # at the last step
-        self._skipped: int | None = None  # steps, at the end of the last row
         # By step, which it does not keep alive, and by the form of the batch.
         self._seconds_at_peak = WeakKeyDictionary[TrainStep, dict[Any, float]]()
         self._calls = StepCalls()
@@ -148,11 +147,11 @@ class Metrics:
         if not self._is_first():
             return
         self._count += 1
-        window, programs = self._window, self._calls.take()
+        window, skips, programs = self._window, self._calls.skipped, self._calls.take()
         if self._calls.calls is not None and not programs and batch is None and number is None:
             self._warn_of_second_call()
         examples, tokens = self._sizes(batch, programs)
-        window.add(info, examples, tokens, steps_of(programs))
+        window.add(info, skips, examples, tokens, steps_of(programs))
         window.number = self._count if number is None else check_integer("number", number, 0)
         window.calls = None if number is not None else self._calls.calls
         window.programs.update(programs)
@@ -212,7 +211,6 @@ class Metrics:
         self._due.append((self._count + LATE, window))
 
     def _write(self, window: Window) -> None:
-        window.skipped = self._calls.skipped if self._skipped is None else self._skipped
         try:
             number, scalars = window.row()
         except RuntimeError as error:
@@ -222,7 +220,6 @@ class Metrics:
                 f"({error})"
             )
             return
-        self._skipped = int(scalars.get("skipped_steps", window.skipped))
         at_peak, why = self._at_peak(window)
         if at_peak:
             scalars["mfu"] = at_peak / window.seconds

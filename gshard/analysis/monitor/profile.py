@@ -114,9 +114,9 @@ class StepProfile:
             self._number = number - 1
             self.close()
 
-    def after(self, number: int, calls: int, result: Any) -> None:
+    def after(self, number: int, calls: int, skipped: tuple[Any, Any]) -> None:
         """Stops the trace after the last of the steps."""
-        self._number, self._latest = number, result
+        self._number, self._latest = number, skipped[1]
         if self._is_recording:
             self._annotate(None)
             if number >= self.last:

@@ -23,14 +23,14 @@ class StepCalls:
     Attributes:
       began: when the first step began, and what had been spent by then; None before it.
       calls: number of the steps in the life of the state, skipped ones included; None if unknown.
-      skipped: how many had been skipped before the first of them.
+      skipped: how many were skipped before the last call, and with it, which is on the devices.
       programs: how often each step ran with a batch of each form.
     """
 
     def __init__(self) -> None:
         self.began: tuple[float, dict[str, float]] | None = None
         self.calls: int | None = None
-        self.skipped: int = 0
+        self.skipped: tuple[Any, Any] = (0, 0)
         self.programs: Counter[Program] = Counter()
         self._before = (0.0, 0.0)
         self._is_real = False  # no trace of the user's
@@ -42,14 +42,12 @@ class StepCalls:
         self.began = self.began or (now, dict(activity.spent))
         self._before = now, activity.spent.get("compile", 0.0)
 
-    def after(self, number: int, calls: int, result: Any) -> None:
+    def after(self, number: int, calls: int, skipped: tuple[Any, Any]) -> None:
         """Counts a call; the first one with a form of arguments is traced and compiled."""
         began, compiled = self._before
         if activity.spent.get("compile", 0.0) > compiled:
             activity.spent["compile"] = compiled + time.monotonic() - began
-        if self.calls is None:
-            self.skipped = calls - number
-        self.calls, self._is_real = calls, True
+        self.calls, self.skipped, self._is_real = calls, skipped, True
 
     def ran(self, step: TrainStep, batch: Any) -> None:
         """Notes the form of the batch, not the batch itself."""
@@ -61,6 +59,7 @@ class StepCalls:
     def take(self) -> Counter[Program]:
         """Returns the programs, and forgets them."""
         taken, self.programs = self.programs, Counter()
+        self.skipped = self.skipped[1], self.skipped[1]
         return taken
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -26,54 +25,61 @@ class Window:
 
     Attributes:
       infos: what the steps returned: scalars by name, still on the devices.
+      skips: how many steps were skipped before each of these, and with it, on the devices too.
       steps: how many there were, with those whose result was not given.
       examples: global examples of all steps; None once a step's are not known.
       tokens: the same of tokens.
       number: that of the last step as the user gave it, or counted here.
       calls: number of the steps in the life of the state, skipped ones included; None if unknown.
-      skipped: number of skipped steps before it.
       programs: how often each train step ran.
       seconds: wall time.
       spent: seconds of it by what they were spent on.
     """
 
     infos: list[dict[str, Any]] = field(default_factory=list)
+    skips: list[tuple[Any, Any]] = field(default_factory=list)
     steps: int = 0
     examples: int | None = 0
     tokens: int | None = 0
     number: int = 0
     calls: int | None = None
-    skipped: int = 0
     programs: Counter[Program] = field(default_factory=Counter)
     seconds: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)
 
     def add(
-        self, info: Mapping[str, Any], examples: int | None, tokens: int | None, steps: int = 1
+        self,
+        info: Mapping[str, Any],
+        skips: tuple[Any, Any],
+        examples: int | None,
+        tokens: int | None,
+        steps: int = 1,
     ) -> None:
         """Adds a step, and those before it of which nothing else is known."""
         self.infos.append(scalars_of(info))
+        self.skips.append(skips)
         self.steps += steps
         self.examples = _sum(self.examples, None if examples is None else examples * steps)
         self.tokens = _sum(self.tokens, None if tokens is None else tokens * steps)
 
     def is_ready(self) -> bool:
         """Whether the devices have finished its steps."""
-        arrays: list[Any] = [
-            x for info in self.infos for x in info.values() if isinstance(x, jax.Array)
-        ]
+        leaves = jax.tree.leaves((self.infos, self.skips))
+        arrays = [x for x in leaves if isinstance(x, jax.Array)]
         arrays = [x for x in arrays if not x.is_deleted()]  # donated, which costs the row
         return all(x.is_ready() for x in arrays)
 
-    def fetch(self) -> dict[str, float]:
-        """Returns its averages, for which it copies all values to the host at once.
+    def fetch(self) -> tuple[dict[str, float], int]:
+        """Returns its averages, and how many steps have been skipped by its last one.
+
+        It copies all values to the host at once.
 
         Floats are averaged over the steps that were not skipped, which have no meaning where
         gradients are not finite; of integers the last one is taken.
         """
-        infos = jax.device_get(self.infos)
-        counts = [self.skipped, *(info.get("skipped_steps", 0) for info in infos)]
-        kept = [now <= before for before, now in itertools.pairwise(counts)]
+        steps = jax.device_get([*zip(self.infos, self.skips, strict=True)])
+        infos, skips = zip(*steps, strict=True)
+        kept = [now <= before for before, now in skips]
         found = {}
         for name in dict.fromkeys(name for info in infos for name in info):
             has = [name in info for info in infos]
@@ -84,14 +90,12 @@ class Window:
             chosen = np.array(kept)[has]
             values = values[chosen] if chosen.any() else values
             found[name] = float(np.mean(values.astype(np.float64)))
-        return found
+        return found, int(skips[-1][1])
 
     def row(self) -> tuple[int, dict[str, float]]:
         """Returns the number of its last step, and all scalars but MFU and memory."""
-        means = self.fetch()
-        number = self.number
-        if self.calls is not None:
-            number = self.calls - int(means.get("skipped_steps", 0))
+        means, skipped = self.fetch()
+        number = self.number if self.calls is None else self.calls - skipped
         scalars: dict[str, float] = {
             **means,
             "steps": self.steps,
