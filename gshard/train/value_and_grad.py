@@ -59,7 +59,8 @@ def value_and_grad(
 
     Call the result inside your own `jax.jit` (or `nnx.jit`), then
     `state.apply_gradients(grads=grads)` (or `optimizer.update(model, grads)`): the layouts stay
-    those of the plan.
+    those of the plan. With several processes pass batches of `shard_batch` or a loader: `jit` takes
+    a NumPy array as the global batch, of which each process would use only its devices' part.
 
     Args:
       loss_fn: as in `make_train_step`.
