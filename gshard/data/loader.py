@@ -28,7 +28,7 @@ from gshard.data.batch import (
     put_batch,
     shard_batch,
 )
-from gshard.data.batch_number import MASK, set_number
+from gshard.data.batch_number import MASK, number_of, set_number
 from gshard.data.consistency import compare_loaders
 from gshard.data.prefetch import map_ahead
 from gshard.data.source import Source
@@ -317,7 +317,8 @@ class DataLoader:
         for at, batch in spent_on("data", ahead):
             self._check_current(iteration)
             self._epoch, self._position = at[0], at[1] + 1
-            set_number(batch, at[0] * len(self) + at[1], self._has_padding)
+            mask = batch[MASK] if self._has_padding else None
+            set_number(batch, at[0] * len(self) + at[1], mask)
             yield batch
             self._check_current(iteration)
         self._check_current(iteration)
@@ -420,7 +421,8 @@ def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
 def _numbered(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
     placing = (shard_batch(batch, plan) for batch in batches)
     for number, placed in enumerate(spent_on("data", placing)):
-        set_number(placed, number)
+        if number_of(placed) is None:  # else it is that of a `DataLoader`, or the same batch again
+            set_number(placed, number)
         yield placed
 
 

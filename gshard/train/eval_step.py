@@ -150,7 +150,7 @@ def make_eval_step(
 
     jitted = jax.jit(run)
     check = TreeChecker(plan.abstract_components().params, "the parameters are")
-    check_program, check_mask = ProgramCheck(plan, name), MaskCheck(name)
+    check_program, check_mask = ProgramCheck(plan, name), MaskCheck(name, of_examples="sharded")
     made = MadeInLoop(plan, "make_eval_step", fn, (loss_semantics, gather_limit))
     outside, call = OutsideValues(fn, place_of(fn)), f"eval_step({plan.kind.arguments[0]}, batch)"
 

@@ -392,7 +392,7 @@ class Accumulation:
         check = ProgramCheck(self.plan, f"backward of the loss {place_of(loss_fn)}")
         name = f"backward: the loss {place_of(own_loss(loss_fn))}"
         outside = OutsideValues(own_loss(loss_fn), name)
-        mask = MaskCheck(name, "0/0", _WITHOUT_SYNC if local else _WEIGHTED, of_examples=False)
+        mask = MaskCheck(name, "0/0", _WITHOUT_SYNC if local else _WEIGHTED, of_examples="none")
         run, donated = partial(self._phases.backward, loss_fn), ()
         if local:
             run, donated = partial(self._phases.local, loss_fn), (1, 2)

@@ -119,6 +119,43 @@ def test_a_model_of_nnx_and_a_mask_of_the_users():
         evaluate(model, next(iter(gshard.DataLoader(full, 8, plan, pad_last=True))))
 
 
+def test_the_mask_may_have_another_name_or_dtype():
+    _, state, plan = sharded()
+    batch = next(iter(loader(plan)))
+    renamed = {"x": batch["x"], "y": batch["y"], "weight": batch["mask"]}
+    cast = {**batch, "mask": batch["mask"].astype(jnp.float32)}
+    for name, given in (("weight", renamed), ("mask", cast)):
+        evaluate = gshard.make_eval_step(lambda p, b, n=name: (losses(p, b) * b[n]).sum(), plan)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            evaluate(state, given)
+
+
+def test_batches_that_pass_through_global_batches_keep_their_padding():
+    _, state, plan = sharded()
+    evaluate = gshard.make_eval_step(unmasked, plan)
+    with pytest.warns(gshard.GShardWarning, match=r"computes loss from .* without batch\['mask'\]"):
+        for batch in gshard.global_batches(loader(plan), plan):
+            evaluate(state, batch)
+
+
+@pytest.mark.parametrize("axes", [{"sequence": 2}, {"replica": 2}, {}])
+def test_a_matrix_with_as_many_rows_as_examples_has_no_entries_for_them(axes):
+    devices = jax.devices() if axes else jax.devices()[:1]
+    mesh = gshard.make_mesh(devices=devices, **axes)
+    state, plan = gshard.shard_train_state(({"w": np.ones((4, 16))}, optax.sgd(0.1)), mesh, "dp")
+    batch = next(iter(gshard.DataLoader(DATA, 8, plan, shuffle=False, pad_last=True)))
+    evaluate = gshard.make_eval_step(losses, plan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert evaluate(state, batch).shape == (8,)
+    evaluate = gshard.make_eval_step(
+        lambda p, b: jnp.zeros((8, 8)).at[0, 0].add(losses(p, b).sum()), plan
+    )
+    with pytest.warns(gshard.GShardWarning, match="computes its result from"):
+        evaluate(state, batch)
+
+
 def test_backward_of_a_wrapped_model_without_the_mask_is_warned_of():
     model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
