@@ -14,6 +14,8 @@ from jax import core
 from gshard._util.errors import GShardError, some
 from gshard._util.validation import shown
 
+REGISTER = "register its class (jax.tree_util.register_dataclass), or pass a dict."
+
 _ARRAY_LIKE = (*get_args(jax.typing.ArrayLike), np.generic, jax.ShapeDtypeStruct)
 _VALUE = jax.tree_util.GetAttrKey("value")
 _OF_8_BITS = tuple(jax.tree_util.GetAttrKey(name) for name in ("codes", "scales"))

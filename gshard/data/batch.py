@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from gshard._util.arguments import named_arguments
 from gshard._util.errors import GShardError
 from gshard._util.pytree import (
+    REGISTER,
     check_array,
     check_fits,
     flatten,
@@ -177,7 +178,7 @@ def check_leaves(batch: Any, keys: bool = True) -> None:
                 if isinstance(x, (str, bytes)):
                     fix = "leave it out, since a step takes NumPy and JAX arrays."
                 if dataclasses.is_dataclass(x):
-                    fix = "register its class (jax.tree_util.register_dataclass), or pass a dict."
+                    fix = REGISTER
                 raise GShardError(f"{where} is {shown(x)}: {fix}")
         elif not (keys and jnp.issubdtype(dtype, jax.dtypes.prng_key)):
             if why := why_not_numeric(dtype):

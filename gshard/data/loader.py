@@ -131,6 +131,11 @@ class DataLoader:
         shuffle, self._pads = flag("shuffle", shuffle), flag("pad_last", pad_last)
         is_asked = drop_remainder is not None
         drop = (not is_asked or flag("drop_remainder", drop_remainder)) and not self._pads
+        if self._pads and is_asked and drop_remainder:
+            raise GShardError(
+                "pad_last=True fills the last batch, and drop_remainder=True drops it: they "
+                "contradict each other. Leave one of them out."
+            )
         if num_epochs is not None:
             num_epochs = check_integer("num_epochs", num_epochs, 1, " (None: without end)")
         self._plan, self._num_epochs = plan, num_epochs
@@ -409,7 +414,10 @@ def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
       [(16, 64), (16, 64)]
     """
     check_plan(plan, "global_batches(batches, plan)")
-    if not isinstance(batches, Iterable) or isinstance(batches, (str, bytes, Mapping)):
+    is_one = isinstance(batches, (str, bytes, Mapping)) or hasattr(batches, "iloc")
+    if isinstance(batches, tuple) and batches:  # of inputs and targets
+        is_one = all(hasattr(x, "shape") for x in batches)
+    if is_one or not isinstance(batches, Iterable):
         raise GShardError(
             f"global_batches(batches, plan): batches={shown(batches)} does not give batches one by "
             "one. Pass an iterable, such as a list or a generator of them; for one batch use "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import zlib
@@ -13,6 +14,7 @@ import numpy as np
 
 from gshard._util.errors import GShardError
 from gshard._util.pytree import (
+    REGISTER,
     check_array,
     differences,
     flatten,
@@ -143,9 +145,10 @@ class Source:
             if dtype is not None and type(x) is not np.ndarray:
                 check_array(x, f"{self._name(0)}{subscript(path)}", is_converted=True)
             if why := why_not_numeric(np.asarray(x).dtype if dtype is None else dtype):
-                raise GShardError(
-                    f"{self._name(0)}{subscript(path)} {why}. Change or leave it out in transform=."
-                )
+                fault = f"{why}. Change or leave it out in transform=."
+                if dataclasses.is_dataclass(x):
+                    fault = f"is {shown(x)}: {REGISTER}"
+                raise GShardError(f"{self._name(0)}{subscript(path)} {fault}")
             x = np.asarray(x)
             forms.append((x.shape, x.dtype))
         return paths, forms, structure
@@ -204,10 +207,10 @@ def _is_tree_of_arrays(data: Any) -> bool:
     return bool(leaves) and all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves)
 
 
-def _entries(x: Any, index: Any) -> np.ndarray:
+def _entries(x: Any, index: Any) -> Any:
     """Reads one entry of an array, or several in the order of `index`."""
     if isinstance(x, np.ndarray | jax.Array) or not np.ndim(index):
-        return np.asarray(x[index])
+        return np.asarray(x[index])[()]  # a number is no array, which could not be a key
     once, places = np.unique(index, return_inverse=True)  # h5py takes no other order
     return np.asarray(x[once])[places]
 

@@ -129,6 +129,7 @@ def _encoded(new: Any, decoded: Any, stored: Any, plan: Plan) -> Any:
 def _fitting(parts: Components, known: list[str], layouts: list[Layout]) -> list[Any]:
     """Returns the leaves that `post_update` made, after checking them against the state."""
     paths, leaves, _ = flatten(parts)
+    paths, known = ([x.removeprefix("non_trainable/") for x in xs] for xs in (paths, known))
     if paths != known:
         raise GShardError(
             f"post_update changes the tree of the state: {differences(paths, known)}. Replace only "

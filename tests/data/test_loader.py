@@ -113,6 +113,9 @@ class Frame:
     def __getitem__(self, name):
         raise KeyError(name)
 
+    def __iter__(self):
+        return iter(["x"])
+
 
 # ---- batches ------------------------------------------------------------------------------------
 
@@ -273,6 +276,13 @@ def test_a_transform_may_write_into_its_example():
             first = 6 if isinstance(source, dict) else 2
             np.testing.assert_array_equal(batch["x"][:, 0], first * batch["y"])
         jax.tree.map(np.testing.assert_array_equal, source, kept)
+
+
+def test_a_number_of_an_array_can_be_a_key():
+    squares = {y: y * y for y in range(8)}
+    for y in (np.arange(8), jnp.arange(8)):
+        batch = next(iter(DataLoader({"y": y}, 8, PLAN, transform=lambda e: squares[e["y"]])))
+        assert sorted(batch.tolist()) == sorted(squares.values())
 
 
 def test_rng_that_the_user_gave_stays():
@@ -579,6 +589,7 @@ def test_wrong_arguments(arguments, said):
         ({"drop_remainder": False}, "Give 48 or 56 examples instead of 50"),
         ({"drop_remainder": False}, "pad_last=True"),
         ({"pad_last": 1}, "pad_last=1"),
+        ({"pad_last": True, "drop_remainder": True}, "contradict each other"),
         ({"pad_last": True, "transform": lambda e: e["x"]}, "dictionary without one; transform"),
         ({"pad_last": True, "transform": lambda e: e | {"mask": 1}}, "has 'mask' already"),
         ({"prefetch": -1}, "prefetch=-1"),
@@ -627,9 +638,10 @@ def test_global_batches_of_what_has_its_own_order():
     found = list(global_batches(({"y": np.arange(8) + i} for i in range(3)), PLAN))
     assert [int(batch["y"][0]) for batch in found] == [0, 1, 2]
     assert found[0]["y"].sharding.device_set == set(jax.devices())
-    for wrong in (3, data(), "text"):
+    for wrong in (3, data(), "text", (data()["x"], data()["y"]), Frame()):
         with pytest.raises(GShardError, match="does not give batches one by one"):
             global_batches(wrong, PLAN)
+    assert len(list(global_batches((data(8), data(8)), PLAN))) == 2  # a tuple of batches
     with pytest.raises(GShardError, match="as the plan"):
         global_batches([], None)
 

@@ -241,11 +241,11 @@ def test_nnx_in_place(level):
 BAD: dict[str, tuple[Any, tuple[str, ...]]] = {
     "nothing": (lambda s: None, ("returned None", "Averaged")),
     "params": (lambda s: s.params, ("returned a dict", "state.replace")),
-    "missing": (lambda s: s.replace(ema={"a": s.ema["a"]}), ("missing non_trainable/ema/b",)),
-    "added": (lambda s: s.replace(ema={**s.ema, "z": s.count}), ("added non_trainable/ema/z",)),
+    "missing": (lambda s: s.replace(ema={"a": s.ema["a"]}), ("missing ema/b",)),
+    "added": (lambda s: s.replace(ema={**s.ema, "z": s.count}), ("added ema/z",)),
     "shape": (
         lambda s: s.replace(ema={**s.ema, "b": s.ema["a"]}),
-        ("non_trainable/ema/b", "float32[7, 13]", "float32[13, 5]"),
+        ("makes ema/b float32[7, 13]", "float32[13, 5]"),
     ),
     "dtype": (
         lambda s: s.replace(params={**s.params, "b": s.params["b"].astype(jnp.bfloat16)}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -63,6 +64,12 @@ def finished_twice(num_epochs: int) -> Any:
     for _ in range(own.epoch, 3) if num_epochs == 1 else [0]:
         list(own)
     return own.epoch, 3
+
+
+@dataclass
+class Row:
+    x: Any
+    y: Any
 
 
 class Uneven:
@@ -168,6 +175,12 @@ ROWS = {
     "pad_last=True with examples that are one array": refused(
         lambda _: loader(DATA["x"], pad_last=True), "source[0] is one array", "transform="
     ),
+    "pad_last=True and drop_remainder=True": refused(
+        lambda _: loader(pad_last=True, drop_remainder=True), "contradict each other", "Leave one"
+    ),
+    "examples of a dataclass that is no pytree": refused(
+        lambda _: loader([Row(1, 2)] * 8), "source[0] is a Row", "jax.tree_util.register_dataclass"
+    ),
     "two iterations of one loader at once": refused(two_at_once, "another one of the same loader"),
     "a state is loaded during an iteration": refused(loaded_while_running, "a state was loaded"),
     "a break, and another for": right(broken_off),
@@ -202,6 +215,9 @@ ROWS = {
     ),
     "one batch for global_batches": refused(
         lambda _: global_of(BATCH), "batches=a dict", "gshard.shard_batch"
+    ),
+    "the inputs and targets of one batch for global_batches": refused(
+        lambda _: global_of(tuple(BATCH.values())), "batches=a tuple", "gshard.shard_batch"
     ),
     "the name of a file for global_batches": refused(
         lambda _: global_of("x.npy"), "batches='x.npy'"
