@@ -70,6 +70,7 @@ class Even:
         # Of each group: the positions of its state's leaves among all, by path.
         self._indices: list[dict[str, int]] = []
         self._parameter_of: list[int | None] = [None] * len(self._layouts)
+        self._group_of: list[int | None] = [None] * len(self._layouts)
         indices = _group_states(structure.unflatten(range(len(self._layouts))), groups, target)
         for g, (group, tree) in enumerate(zip(groups, indices, strict=True)):
             own = [i for i, label in enumerate(target.labels) if label == g]
@@ -78,10 +79,14 @@ class Even:
             of = parameter_of(group.state, group.tree)
             for i, at in zip(leaves, of, strict=True):
                 self._parameter_of[i] = None if at is None else own[at]
+                self._group_of[i] = g
         self._step = jax.jit(self._run, static_argnums=0, donate_argnums=2)
 
     def step(self, grads: Any, skipped: tuple[int, ...]) -> None:
-        """Runs one step; the leaves in `skipped` and their state do not change."""
+        """Runs one step; the leaves in `skipped` and their state do not change.
+
+        If these are all leaves of a group, its entire state stays, such as a step count.
+        """
         self.accept(*self._step(*self._inputs(grads, skipped)))
 
     def lower(self, grads: Any, skipped: tuple[int, ...]) -> jax.stages.Lowered:
@@ -207,6 +212,9 @@ class Even:
         if skipped:
             new = keep_of(range(len(self.target.labels)), skipped, new, params)
             inner = keep_of(self._parameter_of, skipped, after.inner, state.inner)
+            moving = {g for i, g in enumerate(self.target.labels) if i not in skipped}
+            idle = set(range(len(self._groups))) - moving
+            inner = keep_of(self._group_of, idle, inner, state.inner)
             after = after._replace(inner=inner)
         return new, after
 

@@ -261,7 +261,7 @@ class Owner:
     ) -> tuple[dict[int, jax.Array], list[jax.Array], list[Any]]:
         new, after = dict(params), list(states)
         for g, (group, tree) in enumerate(zip(self._groups, self._trees, strict=True)):
-            if states[g] is None:
+            if states[g] is None or set(jax.tree.leaves(tree)) <= set(skipped):
                 continue
             before = _subtree(tree, params)
             update = group.tx(values[g]).update

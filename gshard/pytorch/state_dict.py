@@ -155,7 +155,10 @@ def with_zeros(grads: Sequence[Any], skipped: Sequence[int], params: Sequence[An
 
 
 def keep_of(of: Sequence[int | None], skipped: Collection[int], new: Any, old: Any) -> Any:
-    """Returns `new`, with `old` leaves for skipped parameters; `of` gives each leaf's parameter."""
+    """Returns `new`, with `old` leaves for skipped parameters; `of` gives each leaf's parameter.
+
+    Groups may be given in place of parameters.
+    """
     leaves, structure = jax.tree.flatten(new)
     pairs = zip(of, leaves, jax.tree.leaves(old), strict=True)
     return jax.tree.unflatten(structure, [y if i in skipped else x for i, x, y in pairs])

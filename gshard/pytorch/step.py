@@ -40,8 +40,8 @@ class OptimizerStep:
 
         Args:
           grads: a tree like the parameters: full averaged arrays, or sharded as in the plan, or
-            `LocalGradients`. None for a leaf: the leaf and its state stay unchanged; state of all
-            parameters, such as a count, is updated.
+            `LocalGradients`. None for a leaf: the leaf and its state stay unchanged. State of the
+            entire group, such as a count, is updated if any of its leaves has a gradient.
           closure: a function that returns `(loss, grads)`, called once; with a `DataParallel` one
             that calls `backward` and returns the loss.
 

@@ -477,6 +477,29 @@ def test_parameters_without_a_gradient_stay_with_their_state(partition):
     assert np.all(np.asarray(again["first"]["kernel"]) != np.asarray(after["first"]["kernel"]))
 
 
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_groups_that_train_in_turn_are_two_optimizers(partition):
+    """As the networks of a GAN: the count and the schedule of each are its own."""
+    rate = optax.cosine_decay_schedule(0.1, 4)
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(3))
+    groups = [{"params": dp.first}, {"params": dp.last}]
+    opt = ZRO(groups, optax.adam, partition=partition, lr=rate)
+    net, tx = Net(), optax.adam(rate)
+    parts = ("first", "last")
+    turns = [nnx.Optimizer(net, tx, wrt=nnx.All(nnx.Param, nnx.PathContains(x))) for x in parts]
+    for seed in range(6):
+        plain_opt = turns[seed % 2]
+        batch = rows(24, seed)
+        dp.backward(loss_fn, batch)
+        dp.grads[parts[1 - seed % 2]] = None
+        opt.step()
+        opt.zero_grad()
+        wrt = nnx.DiffState(0, plain_opt.wrt)
+        plain_opt.update(net, nnx.grad(loss_fn, argnums=wrt)(net, batch))
+    assert_equal(nnx.state(dp), nnx.state(net), close=1e-6)
+    assert [int(x[0].count) for x in opt.state_dict()["state"]] == [3, 3]
+
+
 def test_together_with_tensor_parallelism():
     """19: parameters that are sharded over an axis of the user's own stay so."""
     mesh = gshard.make_mesh(extra={"model": 2})
