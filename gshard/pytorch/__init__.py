@@ -1,7 +1,7 @@
 """The API of PyTorch's `ZeroRedundancyOptimizer` and `Join`, on top of the core.
 
 `parameters` and `param_group` are what `zero_redundancy_optimizer` trains, `even` and `greedy` its
-two partitions: each shards the optimizer state and runs the update. `coupling` refuses optimizers
+two partitions: each shards the optimizer state and runs the update. `coupling` finds optimizers
 that `greedy` cannot split, `state_dict` matches saved states with new ones, `from_owners` sends
 updated parameters, and `join` trains on uneven inputs.
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from gshard._util.errors import GShardError, some
+from gshard._util.errors import GShardError, some, warn
 from gshard._util.jaxpr import all_equations
 from gshard._util.jaxpr_dataflow import flow, flow_inside
 from gshard._util.pytree import flatten
@@ -22,15 +22,39 @@ _NONE: _Of = frozenset()
 
 def refuse_coupled(tx: optax.GradientTransformation, params: Any, name: str) -> None:
     """Refuses an optimizer that cannot update tensor by tensor; `params` are abstract."""
-    state = jax.eval_shape(tx.init, params)
-    closed, out = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
-    random = [e for e in all_equations(closed.jaxpr) if e.primitive.name.startswith(_RANDOM)]
+    jaxpr, wrong, where = _coupled(tx, params)
+    random = [e for e in all_equations(jaxpr) if e.primitive.name.startswith(_RANDOM)]
     if random:
         raise GShardError(
             f"partition='greedy' updates each tensor on one device, but {name} draws random "
             f"numbers for all tensors together, in {_transform_of(random[0])}. Use "
             "partition='even'."
         )
+    if wrong:
+        raise GShardError(
+            f"partition='greedy' updates each tensor on one device, but in {name} the result for "
+            f"one tensor depends on others{where} ({some(wrong, most=2)}). Use partition='even', "
+            "which matches single-device training; or clip the gradients before step()."
+        )
+
+
+def warn_of_coupled(tx: optax.GradientTransformation, params: Any, name: str) -> None:
+    """Warns of an optimizer that couples tensors, given one of several parameter groups."""
+    _, wrong, where = _coupled(tx, params)
+    if wrong:
+        warn(
+            f"in {name} the result for one tensor depends on others{where}, and each parameter "
+            "group is updated by itself: a clip by the global norm is by the norm of one group. To "
+            "clip over all, clip between backward and step: clip = optax.clip_by_global_norm(1.0); "
+            "model.grads, _ = clip.update(model.grads, clip.init(None)). Or use one group, with "
+            "mask= of optax.adamw for weight decay."
+        )
+
+
+def _coupled(tx: optax.GradientTransformation, params: Any) -> tuple[Any, list[str], str]:
+    """Returns the jaxpr of an update, results that depend on other tensors, and by what."""
+    state = jax.eval_shape(tx.init, params)
+    closed, out = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
     each = [frozenset({i}) for i in range(len(jax.tree.leaves(params)))]
 
     def of_state(tree: Any) -> list[_Of]:
@@ -41,13 +65,7 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Any, name: str) -> 
     allowed = [*each, *of_state(out[1])]
     pairs = zip(flatten(out)[0], found, allowed, strict=True)
     wrong = [path for path, has, may in pairs if not has <= may]
-    if wrong:
-        where = f", in {blame[0]}" if blame else ""
-        raise GShardError(
-            f"partition='greedy' updates each tensor on one device, but in {name} the result for "
-            f"one tensor depends on others{where} ({some(wrong, most=2)}). Use partition='even', "
-            "which matches single-device training; or clip the gradients before step()."
-        )
+    return closed.jaxpr, wrong, f", in {blame[0]}" if blame else ""
 
 
 def dependence(jaxpr: Any, inputs: Sequence[_Of], blame: list[str]) -> list[_Of]:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from gshard._util.arrays import is_key
 from gshard._util.errors import CallOrderError, DonatedStateError
 from gshard._util.pytree import flatten
+from gshard.pytorch.coupling import warn_of_coupled
 from gshard.pytorch.param_group import ParamGroup
 from gshard.pytorch.parameters import Labels, Parameters
 from gshard.pytorch.state_dict import keep_of, parameter_of, placed, refuse_other_shards, with_zeros
@@ -52,6 +53,8 @@ class Even:
         buckets: bool,
     ):
         """Shards the state; `buckets` says whether to all-gather several parameters together."""
+        for group in groups if len(groups) > 1 else ():
+            warn_of_coupled(group.tx(), group.tree, group.name)
         self.target: Parameters = target
         self._groups = groups
         pair = target.pair(grouped(groups, target.labels))

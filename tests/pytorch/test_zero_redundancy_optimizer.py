@@ -395,6 +395,25 @@ def test_greedy_refuses_what_couples_tensors_and_names_it():
         np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-6)
 
 
+def test_groups_that_are_clipped_each_by_itself_are_warned_of():
+    def clipped(learning_rate):
+        return optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(learning_rate))
+
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(3))
+    ZRO(dp.parameters(), clipped, lr=1.0)
+    groups = [{"params": dp.first}, {"params": dp.last}]
+    with pytest.warns(gshard.GShardWarning, match=r"clipped.*clip_by_global_norm, and each"):
+        ZRO(groups, clipped, lr=1.0)
+    opt = ZRO(groups, optax.sgd, lr=1.0)
+    before = dp.state_dict()
+    dp.backward(loss_fn, rows(24, 0))
+    clip = optax.clip_by_global_norm(0.1)  # as the warning says
+    dp.grads, _ = clip.update(dp.grads, clip.init(None))
+    opt.step()
+    moved = jax.tree.map(jnp.subtract, dp.state_dict(), before)
+    np.testing.assert_allclose(optax.tree.norm(moved), 0.1, rtol=1e-5)
+
+
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("path", [(4, 2, 3), (1, 8), (3, 1)])
 def test_state_dicts_go_from_any_number_of_devices_to_any(partition, path, tmp_path):
