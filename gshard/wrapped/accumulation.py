@@ -138,6 +138,7 @@ class Accumulation:
         self._settle = OnModel(self._phases.settle, wrt)
         self._reduce = nnx.jit(self._phases.reduce)
         self._unscale = nnx.jit(compiled_fns.unscale)
+        self._unpad = jax.jit(self._phases.unpad)
         # The model's arrays are not donated: copies of a model (nnx.clone) have them too.
         self._update = nnx.jit(compiled_fns.update, donate_argnums=1)
 
@@ -260,6 +261,11 @@ class Accumulation:
         """Reduces the local gradients that `no_sync` has accumulated, if there are any."""
         if self._pending is not None:
             self.grads, self._pending = self._reduce(self._pending, self.grads), None
+
+    def unpad(self) -> None:
+        """Gives the reduced gradients the shapes of the parameters, which may have no padding."""
+        if self._phases.padded(self.grads):
+            self.grads = self._unpad(self.grads)
 
     @property
     def holds(self) -> bool:

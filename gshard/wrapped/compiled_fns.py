@@ -19,6 +19,7 @@ from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError, some, warn
 from gshard._util.jaxpr_dataflow import inputs_used
 from gshard._util.pytree import differences, flatten
+from gshard.sharding.layout import Layout
 from gshard.sharding.plan import Plan
 from gshard.train.gradients import GradientStage, LocalGradients
 from gshard.train.loss import Weighted
@@ -154,6 +155,25 @@ class Phases:
         """Returns the pending gradients, reduced and added to `grads`."""
         return _sum(grads, reduce_gradients(pending, self.plan, **self.sizes)[1])
 
+    def padded(self, grads: Grads) -> dict[str, Layout]:
+        """Returns the layouts of the gradients with padding whose parameters have none, by path."""
+        paths, leaves, _ = flatten(grads)
+        shapes = {path: x.shape for path, x in zip(paths, leaves, strict=True)}
+        pairs = zip(
+            jax.tree.leaves(self.plan.grads), jax.tree.leaves(self.plan.params), strict=True
+        )
+        more = [g for g, p in pairs if g.padding and not p.padding]
+        return {g.path: g for g in more if shapes.get(g.path) == g.stored_shape}
+
+    def unpad(self, grads: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+        """Returns the gradients in the shapes of the parameters, those in `padded` all-gathered."""
+        padded, full = self.padded(grads), {x.path: x for x in jax.tree.leaves(self.plan.params)}
+        paths, leaves, structure = flatten(grads)
+        return structure.unflatten(
+            self.plan.pin(padded[path].unpad(x), full[path]) if path in padded else x
+            for path, x in zip(paths, leaves, strict=True)
+        )
+
     def settle(self, model: nnx.Module, buffers: dict[str, Any]) -> None:
         """Combines the buffers of all devices into one value each, and writes it into the model."""
         parts = self.plan.kind.split_target(model, {})
@@ -220,10 +240,19 @@ def _added(pending: Pending, own: LocalGradients) -> LocalGradients:
 
 
 def _sum(grads: Grads, new: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
-    """Adds gradients; where the user set one, or those of a part, to None, `new` alone counts."""
+    """Adds gradients; where the user set one, or those of a part, to None, `new` alone counts.
+
+    Those that the user set may lack the padding.
+    """
+
+    def sum_of(ours: jax.Array, theirs: jax.Array) -> jax.Array:
+        if ours.shape != theirs.shape:
+            pairs = zip(theirs.shape, ours.shape, strict=True)
+            ours = jnp.pad(ours, [(0, stored - size) for stored, size in pairs])
+        return ours + theirs
 
     def add(ours: Any, theirs: Any) -> Any:
-        return theirs if ours is None else jax.tree.map(jnp.add, ours, theirs)
+        return theirs if ours is None else jax.tree.map(sum_of, ours, theirs)
 
     return jax.tree.map(add, grads, new, is_leaf=lambda x: x is None)
 

@@ -127,6 +127,30 @@ def test_a_value_without_padding_is_padded_as_the_error_says():
     model.backward(loss_fn, rows())
 
 
+@pytest.mark.parametrize("level", ["os", "os_g", "ZeroRedundancyOptimizer"])
+def test_gradients_have_the_shapes_of_the_parameters(level):
+    def scaled(grads, params):
+        return jax.tree.map(lambda g, p: g / jnp.std(g) + 0.1 * p, grads, params)
+
+    net, x = nnx.Linear(130, 131, rngs=nnx.Rngs(0)), np.ones((6, 130), "f4")  # three devices pad
+    if level.startswith("os"):
+        model, optimizer, _ = wrap(net, optax.sgd(0.1), level)
+    else:
+        model = gshard.pytorch.DistributedDataParallel(net, process_group=three())
+        optimizer = ZRO(model, optax.sgd, lr=0.1)
+    assert model.plan.grads["kernel"].padding
+    model.backward(loss_fn, x)
+    assert model.grads is model.grads
+    assert model.grads["kernel"].sharding == model.kernel[...].sharding
+    model.grads = scaled(model.grads, nnx.state(model, nnx.Param))
+    model.backward(loss_fn, x)  # is added
+    optimizer.step()
+    params, grads = nnx.state(net, nnx.Param), nnx.grad(loss_fn)(net, x)
+    wanted = jax.tree.map(lambda p, s, g: p - 0.1 * (s + g), params, scaled(grads, params), grads)
+    for name, value in model.state_dict().items():
+        np.testing.assert_allclose(value, wanted[name][...], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("partition", ["even", "greedy"])
 def test_parameters_that_the_user_sets_may_be_on_one_device(partition):
     model = Net()
