@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard._util.errors import CallOrderError, GShardError
+from gshard._util.errors import CallOrderError, GShardError, MissingAttributeError
 from gshard._util.validation import shown
 from gshard.distributed.agree import spans_processes
 from gshard.sharding.plan import Plan
@@ -21,14 +21,26 @@ from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 
 
 class Scaler:
-    """A `GradScaler`, its `settings`, with its state, for wrapped models and their optimizers."""
+    """A `GradScaler`, its `settings`, with its state, for wrapped models and their optimizers.
 
-    def __init__(self, settings: GradScaler):
-        self.settings = settings
+    All models are on the same `devices`, where its state is.
+    """
+
+    def __init__(self, settings: GradScaler, devices: list[Any]):
+        self.settings, self.devices = settings, devices
         self._state = jax.tree.map(jnp.asarray, ScalerState())
         self._found: list[jax.Array] = []  # since the last update, of every optimizer: finite
         self._stepped: list[Accumulation] = []
         self._is_compared = False  # with the settings and the state of the other processes
+
+    def __getattr__(self, name: str) -> Any:
+        verb, _, setting = name.partition("_")
+        if verb not in ("get", "set") or setting not in GradScaler.__dataclass_fields__:
+            return object.__getattribute__(self, name)  # raises what Python says
+        fix = f"It is scaler.settings.{setting}. The scale of the next step is scaler.loss_scaling."
+        if verb == "set":
+            fix = f"Pass {setting}= to gshard.paddle.GradScaler, or change and load a state_dict()."
+        raise MissingAttributeError(f"a scaler has no {name}. {fix}")
 
     def scale(self, loss_fn: Any) -> Any:
         """Multiplies a loss function, for `model.backward`, or a number by the scale."""

@@ -73,7 +73,8 @@ def group_sharded_parallel(
         every `nnx.Param`.
       level: `"os"` shards the optimizer state, `"os_g"` gradients too, `"p_g_os"` parameters too.
         `"dp"` shards nothing, like `DataParallel`.
-      scaler: a `gshard.paddle.GradScaler` for float16, or the scaler that another call returned.
+      scaler: a `gshard.paddle.GradScaler` for float16, or the scaler that another call returned
+        for a model on the same devices.
       group: the devices to shard over, from `gshard.paddle.new_group`, or a mesh. Default: all.
       offload: keep the optimizer state, and sharded parameters, in host memory between steps.
       sync_buffers: buffers that the loss changes take the value of the first device, not the mean.
@@ -119,6 +120,13 @@ def group_sharded_parallel(
     pair = (module, _as_optimizer(optimizer, module))
     rules = None if exclude_layer is None else excluding(exclude_layer, module)
     mesh, replica_axes = mesh_of(group, dp_group)
+    devices = list(mesh.devices.flat)
+    if isinstance(scaler, Scaler) and scaler.devices != devices:
+        raise GShardError(
+            f"scaler= belongs to a model on the devices {[d.id for d in scaler.devices]}, where "
+            f"its scale is, and this model is on {[d.id for d in devices]}. Pass a new "
+            "gshard.paddle.GradScaler, or wrap both models on the same devices."
+        )
     alone = data_group(mesh, None, replica_axes).size == 1
     shards = chosen.shards_params
     at_p_g_os = [
@@ -158,7 +166,7 @@ def group_sharded_parallel(
         sync_buffers=sync_buffers,
         prefetch=not (sync_comm and shards and not alone),
     )
-    scaler = Scaler(scaler) if isinstance(scaler, GradScaler) else scaler
+    scaler = Scaler(scaler, devices) if isinstance(scaler, GradScaler) else scaler
     return wrapped(model, GroupSharded, keep), wrapped(optimizer, WrappedOptimizer, keep), scaler
 
 

@@ -1226,7 +1226,7 @@ class Fallback(Net):
 
 
 def test_attributes_of_upstream_say_what_to_use_instead():
-    model, optimizer, _ = wrap("os")
+    model, optimizer, scaler = wrap("os", scaler=gshard.GradScaler())
     dp = gshard.paddle.DataParallel(Net())
     for target, name, says in (
         (dp, "module", "use model itself"),
@@ -1237,13 +1237,16 @@ def test_attributes_of_upstream_say_what_to_use_instead():
         (optimizer, "zero_grad", "clear_grad()"),
         (optimizer, "defaults", "get_lr()"),
         (optimizer, "state", "state_dict()"),
+        (scaler, "get_incr_ratio", "scaler.settings.incr_ratio"),
+        (scaler, "set_init_loss_scaling", "Pass init_loss_scaling= to gshard.paddle.GradScaler"),
     ):
         assert not hasattr(target, name) and getattr(target, name, 3) == 3
         with pytest.raises(gshard.GShardError, match=name) as caught:
             getattr(target, name)
         assert isinstance(caught.value, AttributeError) and says in str(caught.value)
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = dp.nothing
+    for target in (dp, scaler):
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            _ = target.nothing
     assert not hasattr(nnx.clone(dp), "_gshard")
 
 
@@ -1276,6 +1279,7 @@ def copy_of(model):
         (lambda: wrap("os", model=nn.Dense(3)), "module.init"),
         (lambda: wrap("os", tx="adam"), "is not an optimizer"),
         (lambda: wrap("os", scaler=3), "GradScaler"),
+        (lambda: wrap("os", scaler=wrap("os", scaler=gshard.GradScaler(), **groups(3))[2]), "same"),
         (lambda: gshard.GradScaler().scale(loss_fn), "only holds settings"),
         (lambda: wrap("os", model=Hides()), "Rename it"),
         (
