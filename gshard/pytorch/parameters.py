@@ -35,9 +35,11 @@ class Parameters:
       tree: the arrays; with several groups a list of trees.
       labels: the group of every leaf; None for a leaf that is not optimized.
       accumulation: the gradients of their `DataParallel`, if they belong to one.
+      in_place: whether a step sets the user's own Variables.
     """
 
     accumulation: Accumulation | None = None
+    in_place = False
 
     def __init__(self, tree: Any, labels: Labels):
         self.labels = labels
@@ -86,6 +88,8 @@ class Parameters:
 class Variables(Parameters):
     """Variables of NNX that were passed without their model; they are set in place."""
 
+    in_place = True
+
     def __init__(self, tree: Any, labels: Labels):
         self.tree: Any = tree
         self.labels: Labels = labels
@@ -103,6 +107,8 @@ class Variables(Parameters):
 
 class Model(Parameters):
     """Parameters of an NNX model, set in place."""
+
+    in_place = True
 
     def __init__(self, model: nnx.Module, label_of: Mapping[int, int | None] | None = None):
         """`label_of` has the group of each Variable by id; without it all are in one group."""

@@ -46,7 +46,8 @@ class OptimizerStep:
             that calls `backward` and returns the loss.
 
         Returns:
-          The new parameters (a model is changed in place); with a closure `(loss, parameters)`.
+          The new parameters (a model is changed in place). With a closure the loss, and for a tree
+          of arrays `(loss, parameters)`.
         """
         is_function = callable(grads) and jax.tree_util.treedef_is_leaf(jax.tree.structure(grads))
         if is_function and closure is None:  # as PyTorch's, by position
@@ -71,7 +72,9 @@ class OptimizerStep:
             self._check()
             engine.step(*checked)
         result = engine.target.result()
-        return result if closure is None else (loss, result)
+        if closure is None:
+            return result
+        return loss if engine.target.in_place else (loss, result)
 
     def lower(self, grads: Any = None) -> jax.stages.Lowered:
         """Returns the next step, lowered; nothing runs. `gshard.audit(opt.step)`.

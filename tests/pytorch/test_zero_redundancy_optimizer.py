@@ -1092,8 +1092,10 @@ def test_nothing_is_left_of_an_optimizer_that_is_gone(partition):
 def test_a_closure_may_call_backward(overlap):
     dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
     opt = ZRO(dp, optax.adam, overlap_with_ddp=overlap, lr=0.01)
-    loss, model = opt.step(lambda: dp.backward(loss_fn, rows(12, 0)))
-    assert model is dp and loss.shape == ()
+    before = dp.state_dict()["first.kernel"]
+    loss = opt.step(lambda: dp.backward(loss_fn, rows(12, 0)))
+    np.testing.assert_allclose(float(loss), loss_fn(Net(), rows(12, 0)), rtol=1e-6)
+    assert np.all(dp.state_dict()["first.kernel"] != before)
     assert int(opt.state_dict()["state"][0][0].count) == 1
 
 
