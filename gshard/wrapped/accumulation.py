@@ -21,6 +21,7 @@ from jax import core
 from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError, place_of, some, warn
 from gshard._util.in_flight import limit_in_flight
+from gshard._util.pytree import path_of
 from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import shown
 from gshard.data.batch import shard_batch
@@ -294,6 +295,17 @@ class Accumulation:
                 "scaler.step(optimizer) and scaler.update()."
             )
 
+    def refuse_missing(self) -> None:
+        """Raises a `GShardError` if the user set the gradients of a part to None."""
+        pairs = jax.tree_util.tree_leaves_with_path(self.grads, is_leaf=lambda x: x is None)
+        if missing := [path_of(keys) for keys, x in pairs if x is None]:
+            raise GShardError(
+                f"the gradients of {some(missing)} are None, which only the step of a "
+                "gshard.pytorch.ZeroRedundancyOptimizer takes. To train a part alone, make the "
+                "optimizer of it: nnx.Optimizer(model, tx, wrt=nnx.All(nnx.Param, "
+                "nnx.PathContains('head')))."
+            )
+
     def take(self) -> nnx.State[Any, Any]:
         """Returns the reduced gradients; raises a `GShardError` if there are none."""
         self.refuse_waiting()
@@ -312,6 +324,7 @@ class Accumulation:
         """Updates model and optimizer; if `finite` is given and false, nothing is changed."""
         grads = self.take()
         self.refuse_scaled()
+        self.refuse_missing()
         refuse_donated(jax.tree.leaves(nnx.state(self.optimizer)))
         self._update(self.model, self.optimizer, grads, finite)
 

@@ -73,7 +73,7 @@ def check_closure(loss_fn: Any, model: nnx.Module) -> None:
             f"backward: the loss reads {some(read)} from outside. The current values are compiled "
             "in. If they will change, make them a part of the wrapped model that is not trained: "
             "nnx.Optimizer(model, tx, wrt=nnx.All(nnx.Param, nnx.PathContains('student'))), or "
-            "with gshard.pytorch model.grads['teacher'] = None before each optimizer.step(): see "
+            "with a ZeroRedundancyOptimizer model.grads['teacher'] = None before each step(): see "
             '"What a loss reads from outside" on the page "Losses" of the documentation.'
         )
 

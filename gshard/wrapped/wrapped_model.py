@@ -132,8 +132,8 @@ class Wrapped(Keeping):
         "modules": "Call nnx.iter_modules(model).",
         "requires_grad_": (
             'To freeze "head", train the rest: nnx.Optimizer(model, tx, wrt=nnx.All(nnx.Param, '
-            'nnx.PathContains("body"))). With gshard.pytorch set model.grads["head"] = None before '
-            "each step."
+            'nnx.PathContains("body"))). With a ZeroRedundancyOptimizer set model.grads["head"] = '
+            "None before each step."
         ),
         "register_comm_hook": "bucket_cap_mb= and no_sync() say how and when gradients are sent.",
     }

@@ -112,6 +112,7 @@ class WrappedOptimizer(Keeping):
         if keep is not None and grads is keep.grads:
             keep.take()
             keep.refuse_scaled()
+            keep.refuse_missing()
         own: Any = super()
         return own.update(model, grads, **kwargs)
 

@@ -54,6 +54,21 @@ def test_every_third_step_reduces(devices):
     assert_same(model.state_dict(), whole(local))
 
 
+def test_two_optimizers_of_parts_train_in_turn():
+    """As the networks of a GAN; NNX alone computes what is wanted."""
+    model, local = gshard.paddle.DataParallel(Net()), Net()
+    parts = [nnx.All(nnx.Param, nnx.PathContains(name)) for name in ("first", "last")]
+    ours, its = (
+        [nnx.Optimizer(x, optax.adam(0.1), wrt=wrt) for wrt in parts] for x in (model, local)
+    )
+    for i in range(4):
+        model.backward(loss_fn, rows(16, i))
+        step(model, ours[i % 2])
+        grads = nnx.grad(loss_fn, argnums=nnx.DiffState(0, parts[i % 2]))(local, rows(16, i))
+        its[i % 2].update(local, grads)
+    assert_same(model.state_dict(), whole(local))
+
+
 class Branches(nnx.Module):
     """A branch that differs by device, a parameter that none uses, and a buffer."""
 

@@ -944,6 +944,15 @@ def test_clipped_gradients_can_be_set():
         optimizer.update(model, model.grads)
 
 
+def test_gradients_of_a_part_cannot_be_none():
+    model, optimizer, _ = wrap("os")
+    model.backward(loss_fn, rows(16, 0))
+    model.grads["first"] = None
+    for act in (optimizer.step, lambda: optimizer.update(model, model.grads)):
+        with pytest.raises(gshard.GShardError, match="gradients of first are None.*wrt="):
+            act()
+
+
 def test_scaled_gradients_cannot_be_given_to_update():
     model, optimizer, scaler = wrap("os_g", scaler=gshard.GradScaler())
     model.backward(scaler.scale(loss_fn), rows(16, 0))
