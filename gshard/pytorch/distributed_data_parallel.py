@@ -12,7 +12,7 @@ _BUCKET, _FIRST_BUCKET = 25, 1  # MB, as in PyTorch
 _INSTEAD = {
     "dim": "Leave it out: examples are along the first dimension.",
     "check_reduction": "Leave it out: it has no effect in PyTorch either.",
-    "broadcast_buffers": "Leave it out: buffers are equal on all devices.",
+    "broadcast_buffers": "Leave it out: buffers become their mean over devices.",
     "init_sync": "Leave it out: all processes take the values of the first one.",
     "device_mesh": "It is process_group= here, which takes a mesh too.",
     "layers": "It is module= here.",

@@ -64,7 +64,7 @@ def test_the_numbers_are_those_of_one_device(devices):
         ({"bucket_cap": 1}, "Did you mean 'bucket_cap_mb'?"),
         ({"process_group": "all"}, "process_group='all'"),
         ({"bucket_cap_mb": -1}, "bucket_cap_mb=-1"),
-        ({"broadcast_buffers": False}, "buffers are equal on all devices"),
+        ({"broadcast_buffers": False}, "buffers become their mean over devices"),
         ({"dim": 0}, "along the first dimension"),
         ({"check_reduction": True}, "no effect in PyTorch either"),
     ],
