@@ -72,10 +72,7 @@ def read_from_outside(function: Any) -> tuple[Getters, Getters]:
         return closure, others
     if owner is not None:
         get = partial(_same, owner)
-        seen: set[str] = set()
-        read = [
-            x for name in _read_of_self(code) if name for x in _without_methods(get, name, seen)
-        ]
+        read = [x for x in _read_of_owner(code, get) if x]
         others |= {f"self.{x}": partial(_attribute, get, x, _NOT_COMPARED) for x in read}
     found = [x for own in _with_inner(code) for x in dis.get_instructions(own)]
     written = {x.argval for x in found if x.opname in _STORE}
@@ -85,6 +82,18 @@ def read_from_outside(function: Any) -> tuple[Getters, Getters]:
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     closure |= {name: partial(_content, cell) for name, cell in cells if name not in written}
     return closure, others
+
+
+def bound_to(function: Any) -> list[Any]:
+    """Returns what a function reads of partials and of the object of a method.
+
+    Of an object these are the attributes that the method reads, or the object itself.
+    """
+    function, owner, args, keywords = opened(function)
+    code, get = getattr(function, "__code__", None), partial(_same, owner)
+    names = [""] if owner is None or code is None else _read_of_owner(code, get)
+    own = [owner] if "" in names else [_attribute(get, name) for name in names]
+    return [*own, *args, *keywords.values()]
 
 
 def opened(function: Any) -> Opened:
@@ -135,6 +144,13 @@ def _read_of_self(code: CodeType) -> list[str]:
     uses = _uses(inner)
     read = [x for is_local in (True, False) for x in uses.get(_Variable(own, is_local), [])]
     return list(dict.fromkeys([*read, *by_super]))
+
+
+def _read_of_owner(code: CodeType, get: Callable[[], Any]) -> list[str]:
+    """The attributes of an object that a method reads, itself or by other methods."""
+    seen: set[str] = set()
+    names = _read_of_self(code)
+    return [x for name in names for x in (_without_methods(get, name, seen) if name else [""])]
 
 
 def _uses(codes: Iterable[CodeType]) -> dict[_Variable, list[str]]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax import core
 
-from gshard._util.closure import opened
+from gshard._util.closure import bound_to, opened
 from gshard._util.errors import place_of, warn
 from gshard.sharding.plan import Plan
 
@@ -24,10 +24,10 @@ def code_of(function: Any) -> tuple[Hashable, ...]:
     That is their code, and the identity of what they read: of what partials have bound, of the
     object of a method, and of the variables of their closure.
     """
-    function, owner, args, keywords = opened(function)
-    cells = [x for x in getattr(function, "__closure__", None) or () if x != CellType()]
-    read = [owner, *args, *keywords.values(), *(x.cell_contents for x in cells)]
-    return getattr(function, "__code__", function), *map(_identity, read)
+    inner = opened(function).function
+    cells = [x for x in getattr(inner, "__closure__", None) or () if x != CellType()]
+    read = [*bound_to(function), *(x.cell_contents for x in cells)]
+    return getattr(inner, "__code__", inner), *map(_identity, read)
 
 
 def _identity(x: Any) -> Hashable:
