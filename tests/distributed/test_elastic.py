@@ -320,6 +320,15 @@ def test_the_coordinator_is_told_to_stop_and_all_stop(site):
     assert (first.end(), second.end()) == (75, 75)
 
 
+def test_the_coordinator_is_told_to_stop_between_two_starts(site, capsys):
+    (site.folder / "waits.py").write_text("raise ConnectionError('lost')")
+    first, second = site.machine("--join_timeout", 1), site.machine("--join_timeout", 1)
+    until("the second pause", lambda: "again in 2 s" in capsys.readouterr().err, 20)
+    first.signals.append(signal.SIGTERM)
+    assert (first.end(), second.end()) == (75, 75)
+    assert "told to stop, and no processes ran" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_others_wait_for_a_coordinator_that_is_lost(site, capsys):
     with listen(address(site.at, "at")) as listener:

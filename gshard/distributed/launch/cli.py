@@ -26,7 +26,7 @@ from gshard.distributed.launch.background_writer import background_output, say
 from gshard.distributed.launch.compilation_cache import OFF, VARIABLE
 from gshard.distributed.launch.elastic import JOIN_TIMEOUT, MAX_RESTARTS, run_elastic
 from gshard.distributed.launch.event_log import EventLog
-from gshard.distributed.launch.job import Request, collected_signals, run_job
+from gshard.distributed.launch.job import Outcome, Request, collected_signals, run_job
 from gshard.distributed.launch.restarts import Failure, Restarts
 from gshard.distributed.machines import Machines, check_batch_size, parse_machines
 from gshard.distributed.rendezvous import (
@@ -115,6 +115,9 @@ def _run(asked: Request, signals: list[int]) -> int:
             until = time.monotonic() + decision.seconds
             while time.monotonic() < until and not signals:
                 time.sleep(0.05)
+            if signals:
+                outcome = Outcome([], signals[0], 0)
+                break
         code, said = outcome.summary
         if code == 0 and outcome.signal == signal.SIGINT:  # the next command of a script waits
             code = 128 + signal.SIGINT

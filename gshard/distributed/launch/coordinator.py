@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from signal import SIGINT
 
 from gshard._util.errors import GShardError
-from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.launch.background_writer import say
 from gshard.distributed.launch.event_log import EventLog
-from gshard.distributed.launch.job import Request
+from gshard.distributed.launch.job import Outcome, Request
 from gshard.distributed.launch.machine import TICK, Report, Start, form, notice_loss, run_start
 from gshard.distributed.launch.restarts import Restarts
 from gshard.distributed.line_server import LineServer, Peer
@@ -79,12 +78,12 @@ class Coordinator(LineServer):
 
     def _run(self) -> tuple[int, str]:
         """Returns the exit code, and why the job is over."""
-        code = 0
         while True:
             chosen = self._gather()
             if self._signals:
-                in_order = code == PREEMPTED_EXIT_CODE
-                return code if in_order else 128 + self._signals[0], "machine 0 was told to stop"
+                code, said = Outcome([], self._signals[0], 0).summary
+                say(said)
+                return code, "machine 0 was told to stop"
             start, port = self._begin(chosen)
             shared = self._signals, self._events, self, port
             outcome, own = run_start(self._asked, self._at.host, start, *shared)

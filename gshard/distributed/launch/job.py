@@ -106,9 +106,9 @@ class Outcome(NamedTuple):
         in_order = codes <= {0, PREEMPTED_EXIT_CODE} and not self.failed
         if codes == {0} and in_order:
             return 0, ""
-        if codes and in_order:
-            said = "gshard: the job was told to stop, and all processes stopped cleanly"
-            return PREEMPTED_EXIT_CODE, said
+        if in_order and (codes or self.signal == signal.SIGTERM):
+            how = "all processes stopped cleanly" if codes else "no processes ran"
+            return PREEMPTED_EXIT_CODE, f"gshard: the job was told to stop, and {how}"
         if self.signal is not None and not self.failed:
             said = f"gshard: the job was ended by {signal.Signals(self.signal).name}"
             if late := [end.rank for end in self.ends if end.asked]:

@@ -363,6 +363,20 @@ def test_scripts_that_handle_ctrl_c_do_not_let_the_next_job_start(tmp_path):
         assert "ended by SIGINT, and all processes stopped cleanly" in job.err
 
 
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_told_to_stop_between_two_starts(tmp_path, number, code):
+    """All that was saved is there, and the job may go on from it: a scheduler tries again at 75."""
+    script = tmp_path / "fails.py"
+    script.write_text("raise ConnectionError('lost')")
+    with running(launch("--max_restarts", 9, script), tmp_path) as job:
+        job.wait_until(lambda: "again in 2 s" in job.err, "the second pause")
+        job.process.send_signal(number)
+        assert job.code() == code, job.err
+        assert (code == 75) == ("told to stop, and no processes ran" in job.err)
+    events = [json.loads(x) for x in (tmp_path / "log" / "events.jsonl").read_text().splitlines()]
+    assert [x["event"] for x in events if x["rank"] is None][-2:] == ["restart", "exit"]
+
+
 def test_a_signal_to_one_process_stops_all(tmp_path):
     with running(launch("--nproc_per_node", 2, WORKER, "until_told"), tmp_path) as job:
         job.until_training()
