@@ -233,12 +233,14 @@ def test_the_pods_of_a_job_set_are_the_machines_of_a_job(monkeypatch):
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
     for index in range(spec["completions"]):
         words = [w.replace("$(JOB_COMPLETION_INDEX)", str(index)) for w in container["command"]]
-        asked = request(words[2:])
+        asked = request([w.replace("$(NAMESPACE)", "research") for w in words[2:]])
         assert (asked.rank, asked.nnodes) == (index, spec["completions"])
-        # JobSet names a pod JOBSET-JOB-REPLICA-INDEX, in the domain of the JobSet.
+        # JobSet names a pod JOBSET-JOB-REPLICA-INDEX, in the domain of the JobSet. Only the full
+        # name is in the pod's own /etc/hosts.
         assert asked.master is not None
-        assert asked.master.host == f"{name}-{job['name']}-0-0.{name}"
+        assert asked.master.host == f"{name}-{job['name']}-0-0.{name}.research.svc.cluster.local"
         assert asked.grace < pod["terminationGracePeriodSeconds"]
+    assert [entry["name"] for entry in container["env"]] == ["NAMESPACE"]
     mounts = {x["name"] for x in container["volumeMounts"]}
     assert mounts == {x["name"] for x in pod["volumes"]}
     assert [r["onExitCodes"]["values"] for r in spec["podFailurePolicy"]["rules"][:1]] == [[75]]

@@ -26,6 +26,7 @@ from gshard.distributed.messages import line_of
 
 LOOPBACK = "127.0.0.1"
 _RETRY, _REMIND = 0.2, 10.0  # seconds
+_NAME_TIMEOUT = 60.0  # seconds; resolvers may remember for 30 that a name does not exist
 _OTHER_FILES = 256  # that process 0 may open besides its connections
 BACKLOG = 2**15  # connections that may wait to be accepted; systems have a lower limit
 
@@ -100,6 +101,7 @@ class _RollCall(LineServer):
                 f"Process 0 of {processes} processes may open {self._limit} files, and needs about "
                 f"{needed}, for two connections to each. Raise the hard limit (`ulimit -Hn`)."
             )
+        await_name(at.host, reminder.timeout)
         super().__init__(listen(at, reserved=port_is_reserved))
         self._ranks = {0}
 
@@ -298,6 +300,21 @@ def resolved(host: str) -> str:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         return host
+
+
+def await_name(host: str, timeout: float, signals: Sequence[int] = ()) -> None:
+    """Waits a while until this machine can resolve a name, as a new one may start before DNS does.
+
+    Nothing is raised if it never can: who listens at the name says so.
+    """
+    patience = Reminder(min(timeout, _NAME_TIMEOUT), signals)
+    while patience.left > 0:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return
+        except OSError:
+            patience.remind(lambda: f"this machine cannot resolve the host {host!r} yet")
+        time.sleep(_RETRY)
 
 
 def listen(at: Address, *, reserved: bool = False) -> socket.socket:

@@ -7,6 +7,8 @@ import socket
 import pytest
 
 import gshard
+from gshard.cli.main import main
+from gshard.distributed import rendezvous
 from gshard.distributed.rendezvous import (
     Address,
     PortTakenError,
@@ -14,6 +16,7 @@ from gshard.distributed.rendezvous import (
     address,
     is_loopback,
     listen,
+    meet,
 )
 
 
@@ -106,3 +109,34 @@ def test_an_address_of_another_machine_cannot_be_listened_at():
         listen(Address("192.0.2.77", 29500))
     with pytest.raises(gshard.GShardError, match="this machine cannot resolve the host"):
         listen(Address("nobody.invalid", 29500))
+
+
+@pytest.fixture
+def new_machine(monkeypatch):
+    """Its name, `pod-0.invalid`, which DNS knows only after a few questions."""
+    asked, real = [], socket.getaddrinfo
+
+    def getaddrinfo(host, *args, **options):
+        asked.append(host)
+        if host == "pod-0.invalid" and len(asked) > 4:
+            host = "127.0.0.1"
+        return real(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(rendezvous, "_RETRY", 0.01)
+    (port := ReservedPort()).release()
+    return Address("pod-0.invalid", port.address.port)
+
+
+def test_process_0_waits_for_the_name_of_its_own_machine(new_machine):
+    assert meet(new_machine, 1, 0, 5, False) == {}
+
+
+@pytest.mark.parametrize("machines", [["2", "--rank", "0"], ["1:2", "--join_timeout", "0"]])
+def test_a_launcher_waits_for_the_name_of_its_own_machine(
+    new_machine, machines, tmp_path, monkeypatch
+):
+    (tmp_path / "script.py").touch()
+    monkeypatch.chdir(tmp_path)
+    words = ["--master", str(new_machine), "--start_timeout", "5", "--virtual_devices", "1"]
+    assert main(["launch", "--nnodes", *machines, *words, "script.py"]) == 0

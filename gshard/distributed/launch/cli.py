@@ -32,6 +32,7 @@ from gshard.distributed.machines import Machines, check_batch_size, parse_machin
 from gshard.distributed.rendezvous import (
     Address,
     address,
+    await_name,
     is_loopback,
     is_unspecified,
     resolved,
@@ -94,6 +95,8 @@ def say_started_often(asked: Request) -> None:
 def _run(asked: Request, signals: list[int]) -> int:
     say_misplaced(asked)
     say_started_often(asked)
+    if isinstance(asked.master, Address) and not asked.rank:  # it may be the name of this machine
+        await_name(asked.master.host, asked.start_timeout, signals)
     if asked.elastic is not None and isinstance(asked.master, Address):
         return run_elastic(asked, asked.master, signals)
     began, count, restarts = time.monotonic(), 0, Restarts(asked.max_restarts)
