@@ -23,6 +23,11 @@ from gshard.distributed.rendezvous import LOOPBACK, Address, address, listen, me
 from gshard.distributed.watchdog import HANG_TIMEOUT, Watchdog
 
 HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT = 10, 300  # seconds
+TIMEOUTS = {  # argument: variable, default, least
+    "heartbeat_timeout_seconds": (env_vars.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT, 1),
+    "initialization_timeout": (env_vars.START_TIMEOUT, INITIALIZATION_TIMEOUT, 1),
+    "hang_timeout": (env_vars.HANG_TIMEOUT, HANG_TIMEOUT, 0),
+}
 
 _NEED = "Call gshard.distributed.initialize() first, before any other use of JAX in the program."
 # Where more than one process runs under these, one that joins none of the others is a mistake.
@@ -105,21 +110,11 @@ def initialize(
     if _joined and not by_the_user:
         _check_again(asked)
         return
-    if heartbeat_timeout_seconds is None:
-        variable = env_vars.HEARTBEAT_TIMEOUT
-        heartbeat_timeout_seconds = env_vars.read_seconds(variable, HEARTBEAT_TIMEOUT)
-    if initialization_timeout is None:
-        variable = env_vars.START_TIMEOUT
-        initialization_timeout = env_vars.read_seconds(variable, INITIALIZATION_TIMEOUT)
-    options = {
-        "heartbeat_timeout_seconds": heartbeat_timeout_seconds,
-        "initialization_timeout": initialization_timeout,
-    }
-    for name, value in options.items():
-        options[name] = check_integer(name, value, 1, " of seconds")
-    if hang_timeout is None:
-        hang_timeout = env_vars.read_seconds(env_vars.HANG_TIMEOUT, HANG_TIMEOUT, least=0)
-    options["hang_timeout"] = check_integer("hang_timeout", hang_timeout, 0, " of seconds")
+    options = read_timeouts(
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+        initialization_timeout=initialization_timeout,
+        hang_timeout=hang_timeout,
+    )
     position = resolve_position(asked)
     if position.num_processes != 1 and not by_the_user:
         # Otherwise several processes on CPUs cannot talk; without CPU devices it has no effect.
@@ -137,6 +132,18 @@ def initialize(
         _known.clear()  # an earlier call may have found no other process
     elif position.num_processes is not None:
         _known[:] = [(int(position.num_processes), int(position.process_id or 0))]
+
+
+def read_timeouts(**given: int | None) -> dict[str, int]:
+    """Returns the timeouts that are given; the others from the variables, or by default."""
+    found = {}
+    for name, (variable, default, least) in TIMEOUTS.items():
+        value = given.get(name)
+        if value is None:
+            found[name] = env_vars.read_seconds(variable, default, least)
+        else:
+            found[name] = check_integer(name, value, least, " of seconds")
+    return found
 
 
 def resolve_position(asked: JobPosition) -> JobPosition:

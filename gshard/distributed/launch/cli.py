@@ -20,7 +20,9 @@ from gshard.distributed.env_vars import chosen_gpus, device_shares, devices_of, 
 from gshard.distributed.initialize import (
     HEARTBEAT_TIMEOUT,
     INITIALIZATION_TIMEOUT,
+    TIMEOUTS,
     clusters_of_several,
+    read_timeouts,
 )
 from gshard.distributed.launch.background_writer import background_output, say
 from gshard.distributed.launch.compilation_cache import OFF, VARIABLE
@@ -151,11 +153,11 @@ _INTEGERS = {
                      "after the same error at the same step (default 0; 3 in an elastic job)"),
     "grace": (30, 0, "", "SECONDS", "how long the processes have to save after SIGTERM, or when "
               "one has failed (default 30)"),
-    "heartbeat_timeout": (HEARTBEAT_TIMEOUT, 1, " of seconds", "SECONDS", "how long a process may "
+    "heartbeat_timeout": (None, 1, " of seconds", "SECONDS", "how long a process may "
                           f"be silent before it counts as dead (default {HEARTBEAT_TIMEOUT})"),
-    "start_timeout": (INITIALIZATION_TIMEOUT, 1, " of seconds", "SECONDS", "how long to wait for "
+    "start_timeout": (None, 1, " of seconds", "SECONDS", "how long to wait for "
                       f"all processes to arrive (default {INITIALIZATION_TIMEOUT})"),
-    "hang_timeout": (HANG_TIMEOUT, 0, " of seconds", "SECONDS", "how long a process may wait for "
+    "hang_timeout": (None, 0, " of seconds", "SECONDS", "how long a process may wait for "
                      f"the others, in a step or a call (default {HANG_TIMEOUT}; 0: no limit)"),
     "join_timeout": (None, 0, " of seconds", "SECONDS", "how long an elastic job that starts waits "
                      f"for more machines once MIN are there (default {JOIN_TIMEOUT})"),
@@ -288,6 +290,9 @@ def request(words: list[str]) -> Request:
     for name, (default, least, unit, _, _) in _INTEGERS.items():
         if (value := getattr(asked, name)) is not default:
             check_integer(f"--{name}", value, least, unit)
+    given = asked.heartbeat_timeout, asked.start_timeout, asked.hang_timeout
+    found = read_timeouts(**dict(zip(TIMEOUTS, given, strict=True)))
+    asked.heartbeat_timeout, asked.start_timeout, asked.hang_timeout = found.values()
     if asked.master is not None:
         asked.master = address(asked.master, "--master")
     _read_machines(asked)

@@ -30,25 +30,19 @@ from gshard._util.validation import check_integer, flag, shown
 from gshard.distributed import env_vars
 from gshard.distributed.env_vars import chosen_gpus, device_shares, visible_gpus
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE, STOP_SIGNALS, is_default
-from gshard.distributed.initialize import HEARTBEAT_TIMEOUT, INITIALIZATION_TIMEOUT
+from gshard.distributed.initialize import TIMEOUTS, read_timeouts
 from gshard.distributed.launch.child import Failure, Result, on_host, run
 from gshard.distributed.launch.exit_status import first_cause, in_words, meaning
 from gshard.distributed.launch.output import Lines, Stream
 from gshard.distributed.launch.supervisor import Child, Supervisor
 from gshard.distributed.rendezvous import ReservedPort
-from gshard.distributed.watchdog import HANG_TIMEOUT
 
 _DEVICES = ("devices", "gpus", "selected_devices", "selected_gpus")  # all mean the same
-_TIMEOUTS = {
-    "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT,
-    "initialization_timeout": INITIALIZATION_TIMEOUT,
-    "hang_timeout": HANG_TIMEOUT,
-}
 # As this process began, whatever another thread spawns meanwhile.
 _IS_STARTED = bool(os.environ.get(env_vars.PROCESS_ID))
 _STARTING = threading.Lock()  # the environment is one for all threads
 _STOP_GRACE = 30.0  # seconds to save and stop after SIGTERM
-_NAMES = ("start_method", "virtual_devices", *_DEVICES, *_TIMEOUTS)
+_NAMES = ("start_method", "virtual_devices", *_DEVICES, *TIMEOUTS)
 
 
 @short_traceback
@@ -118,10 +112,7 @@ def spawn(
             f"spawn(start_method={shown(method)}): 'spawn' is the only method: JAX runs threads, "
             "which a forked process does not have."
         )
-    timeouts = {
-        name: check_integer(name, options.get(name, default), name != "hang_timeout", " of seconds")
-        for name, default in _TIMEOUTS.items()
-    }
+    timeouts = read_timeouts(**{name: options.get(name) for name in TIMEOUTS})
     virtual = options.get("virtual_devices")
     by = next((name for name in _DEVICES if options.get(name) is not None), "devices")
     named = options.get(by)

@@ -601,6 +601,16 @@ def test_it_can_be_started_as_pytorchs_and_paddles_are():
     assert "Give --nproc_per_node N" in done.stderr
 
 
+def test_timeouts_of_the_users_variables_are_the_defaults(monkeypatch):
+    monkeypatch.setenv("GSHARD_HANG_TIMEOUT", "0")
+    monkeypatch.setenv("GSHARD_START_TIMEOUT", "20")
+    asked = request(["--start_timeout", "30", SCRIPT])
+    assert (asked.hang_timeout, asked.start_timeout, asked.heartbeat_timeout) == (0, 30, 10)
+    monkeypatch.setenv("GSHARD_HEARTBEAT_TIMEOUT", "soon")
+    with pytest.raises(gshard.GShardError, match="variable GSHARD_HEARTBEAT_TIMEOUT='soon' must"):
+        request([SCRIPT])
+
+
 def test_options_after_the_script_are_named(capsys):
     say_misplaced(request([SCRIPT, "--log_dir", "x"]))
     assert not capsys.readouterr().err

@@ -340,6 +340,18 @@ def test_ctrl_c_ends_all(tmp_path):
 
 # ---- bad input ----------------------------------------------------------------------------------
 
+
+def test_timeouts_of_the_users_variables_are_the_defaults(monkeypatch):
+    monkeypatch.setenv("GSHARD_HANG_TIMEOUT", "60")
+
+    def hang_timeout(**options):
+        call = os.getenv, ("GSHARD_HANG_TIMEOUT",)
+        return gshard.distributed.spawn(*call, nprocs=1, virtual_devices=1, **options)
+
+    assert hang_timeout() == ["60"]
+    assert hang_timeout(hang_timeout=5) == ["5"]
+
+
 BAD = {
     "lambda": (lambda: gshard.distributed.spawn(lambda: 1), "top of a module"),
     "argument": (
