@@ -17,7 +17,7 @@ _FOLDER = "compilation_cache"  # within the folder of the logs
 def cache_variables(
     chosen: str | None, log_dir: Path, machines: int, on_cpu: bool
 ) -> dict[str, str]:
-    """The variables that let JAX keep compiled programs in a folder; empty where it should not.
+    """The variables for JAX's cache of compiled programs; empty where it keeps its own settings.
 
     JAX keeps those that took a second or more to compile: reading the hundreds of small ones from
     a shared disk would not be faster. By default it is on where compiling takes long, on GPUs and
@@ -30,7 +30,9 @@ def cache_variables(
       machines: their number.
       on_cpu: whether the processes have virtual devices.
     """
-    if chosen == OFF or (chosen is None and VARIABLE in os.environ):
+    if chosen == OFF:  # also where VARIABLE is set, or the script names a folder
+        return {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    if chosen is None and VARIABLE in os.environ:
         return {}
     if chosen is None and (machines > 1 or on_cpu or not _has_accelerator()):
         return {}
@@ -38,9 +40,10 @@ def cache_variables(
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX runs what it finds there
     except OSError as error:
+        option = "--log_dir" if chosen is None else "--compilation_cache"
         raise GShardError(
-            f"--compilation_cache {folder} cannot be made ({error.strerror}). Name another folder, "
-            f"or {OFF}."
+            f"{option}: {folder} cannot be created ({error.strerror}). Name another folder"
+            f"{'' if chosen is None else f', or {OFF}'}."
         ) from error
     return {VARIABLE: str(folder)}
 

@@ -72,7 +72,6 @@ def test_it_is_in_the_folder_of_the_logs(on_gpus, tmp_path):
 @pytest.mark.parametrize(
     ("chosen", "machines", "on_cpu", "variables"),
     [
-        ("off", 1, False, {}),
         (None, 2, False, {}),  # the folder may not be shared
         (None, 1, True, {}),
         (None, 1, False, {"JAX_PLATFORMS": "cpu"}),
@@ -86,6 +85,17 @@ def test_where_it_is_off(on_gpus, tmp_path, chosen, machines, on_cpu, variables)
     assert not [*tmp_path.iterdir()]
 
 
+def test_it_is_turned_off_where_the_user_has_a_folder(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import jax; print(jax.config.jax_compilation_cache_dir, "
+        "jax.config.jax_enable_compilation_cache)"
+    )
+    command = launch("--virtual_devices", 1, "--compilation_cache", "off", "script.py")
+    with running(command, tmp_path, **{VARIABLE: "/mine"}) as job:
+        assert job.code() == 0, job.err
+        assert job.out.split() == ["/mine", "False"]
+
+
 def test_a_folder_that_is_named_is_used_everywhere(on_gpus, tmp_path):
     on_gpus.setenv(VARIABLE, "/mine")
     asked = request(["--compilation_cache", str(tmp_path / "a" / "b"), __file__])
@@ -93,7 +103,14 @@ def test_a_folder_that_is_named_is_used_everywhere(on_gpus, tmp_path):
     assert found == {VARIABLE: str(tmp_path / "a" / "b")}
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+@pytest.mark.usefixtures("on_gpus")
+def test_a_folder_that_cannot_be_created_is_named_with_its_option(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(gshard.GShardError, match=r"file/x cannot be made \(Not a directory\)"):
-        cache_variables(str(tmp_path / "file" / "x"), tmp_path, 1, False)
+    folder = tmp_path / "file" / "x"
+    with pytest.raises(
+        gshard.GShardError,
+        match=r"^--compilation_cache: .*file/x cannot be created \(Not a directory\).*, or off\.$",
+    ):
+        cache_variables(str(folder), tmp_path, 1, False)
+    with pytest.raises(gshard.GShardError, match=r"^--log_dir: .*Name another folder\.$"):
+        cache_variables(None, folder, 1, False)
