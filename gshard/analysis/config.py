@@ -43,6 +43,11 @@ class Config:
 
     def __post_init__(self) -> None:
         check_kept_axis(self.expert, self.choices)
+        if self.choices.offload and self.target is not None and self.target.platform == "cpu":
+            raise GShardError(
+                f"offload=true moves nothing on {self.target.text}, whose devices have the host's "
+                "memory. Leave it out."
+            )
 
     def device_count(self) -> int:
         """The number of devices, which CONFIG or an option must give."""

@@ -195,7 +195,7 @@ def forecast_config(
     )
     if target is None:
         return found
-    return dataclasses.replace(found, target=target.text, usable=target.chip.usable)
+    return dataclasses.replace(found, target=target.text, usable=target.memory)
 
 
 def abstract_mesh(

@@ -104,11 +104,6 @@ def advise(
     target = config.target
     if target is None:
         raise GShardError("for which machine? Give --target, such as h100:1x8.")
-    if config.choices.offload and target.platform == "cpu":
-        raise GShardError(
-            f"offload=true moves nothing on {target.text}, whose devices have the host's memory. "
-            "Leave it out."
-        )
     found: list[Verdict] = []
 
     def say(done: int, of: int) -> None:

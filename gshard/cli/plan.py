@@ -34,7 +34,8 @@ _EXAMPLES = """examples:
 GB are 1e9 bytes. Nothing is initialized, and no device is needed. Peaks are estimates, +-20 %: a
 level fits if 1.2 times its estimate does. With --target, the real step is compiled here if the
 compiler for that machine is installed. That is exact and takes 2 to 50 s a level; results are kept
-in ~/.cache/gshard. Exits with 1 when no level fits, and with 2 when that is not known."""
+in ~/.cache/gshard. With a target, exits with 1 when no level fits, and with 2 when that is not
+known."""
 
 
 def main(words: list[str]) -> int:
@@ -92,7 +93,8 @@ def exit_code(found: Forecast, programs: dict[str, dict[str, Any]], insists: boo
     compiled = {name: x["fits"] for name, x in programs.items() if "error" not in x}
     if insists and not compiled:
         return NO_ANSWER
-    fits = [compiled.get(name, None if insists else found.fits(name)) for name in found.levels]
+    estimated = {name: None if insists else found.fits(name) for name in found.levels}
+    fits = (estimated | {name: x for name, x in compiled.items() if x is not None}).values()
     if any(fits):
         return YES
     if None not in fits:

@@ -16,6 +16,7 @@ import pytest
 
 import gshard
 from gshard._util.text import bytes_of, count_of
+from gshard.analysis.aot.target import parse_target
 from gshard.analysis.config import read_config
 from gshard.analysis.setup import load_setup
 from gshard.cli.main import main
@@ -347,7 +348,8 @@ def test_the_exit_code_of_a_plan():
     small = dataclasses.replace(found, usable=1)
     error, fits, does_not = {"error": "no compiler"}, {"fits": True}, {"fits": False}
     assert (exit_code(found, {}), exit_code(small, {})) == (0, 1)
-    assert exit_code(found, {"os": {"fits": None}, "os_g": error}) == 0  # a CPU has no limit
+    unknown = {"os": {"fits": None}, "os_g": error}
+    assert (exit_code(found, unknown), exit_code(small, unknown)) == (0, 1)
     assert exit_code(small, {"os": fits}) == 0
     every = dict.fromkeys(small.levels, does_not)
     assert exit_code(found, every) == 1
@@ -378,13 +380,25 @@ def test_a_forecast_also_compiles_for_the_target(capsys):
         level = found["levels"][name]
         stored = level["params"] + level["optimizer"] + level["non_trainable"]
         assert of["memory"]["argument"] == stored + level["batch"]
-        assert of["fits"] is None
+        assert (of["has"], of["fits"]) == (found["usable"], True)
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "Compiled for cpu:4: memory of one device" in text
     assert "Sent by one device in one step, as compiled" in text
     assert main([*words, "--estimate"]) == 0
     assert "Compiled" not in capsys.readouterr().out
+
+
+def test_a_plan_for_virtual_devices_says_what_fits(capsys):
+    """They have equal shares of the memory of this computer, as gshard advise has it."""
+    words = ["plan", "tests.setups:mlp", "--target", "cpu:4", "--levels", "dp", "--estimate"]
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["usable"] == parse_target("cpu:4").memory and found["levels"]["dp"]["fits"]
+    assert main([*words, "--arguments.width", "60000", "--arguments.layers", "20"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+    assert main([*words, "--offload"]) == 2
+    assert "offload=true moves nothing on cpu:4" in capsys.readouterr().err
 
 
 def test_a_missing_compiler_is_said_before_any_work(capsys, monkeypatch):

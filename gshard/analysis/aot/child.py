@@ -245,7 +245,7 @@ def _cached(lowered: jax.stages.Lowered, target: Target, paths: Mapping[str, str
     The names of operations are part of the result: they say what the largest buffers are.
     """
     names = _NAMED.findall(lowered.as_text(debug_info=True))
-    of = (_FORMAT, lowered.as_text(), names, target.text, target.chip.usable, paths, versions(),
+    of = (_FORMAT, lowered.as_text(), names, target.text, target.memory, paths, versions(),
           os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS"))  # fmt: skip
     try:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -298,8 +298,8 @@ def _memory(
             memory["peak"] = needs
     else:
         needs = _bytes_in(said) if said else memory.get("peak")
-    has = target.chip.usable
-    fits = False if said else None if has is None or needs is None else needs <= has
+    has = target.memory
+    fits = False if said else None if needs is None else needs <= has
     return {
         "memory": memory,
         "needs": needs,

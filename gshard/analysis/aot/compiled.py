@@ -51,10 +51,11 @@ def compile_for(
         changes. By default a terminal shows them.
 
     Returns:
-      `fits` (None for a CPU); `needs` and `has`, bytes of one device; `largest`, the buffers that
-      are alive at the peak; `memory`, `collectives` and `nodes` as in `gshard.audit`; `wire_bytes`,
-      `asynchronous_bytes` and `network_bytes` by kind; and more. A step that is too large is a
-      result, not an error. `cached` if the result is that of an earlier call for the same program.
+      `fits`, None if it is not known; `needs` and `has`, bytes of one device; `largest`, the
+      buffers that are alive at the peak; `memory`, `collectives` and `nodes` as in `gshard.audit`;
+      `wire_bytes`, `asynchronous_bytes` and `network_bytes` by kind; and more. A step that is too
+      large is a result, not an error. `cached` if the result is that of an earlier call for the
+      same program.
 
     Raises:
       GShardError: the step does not compile; one line says why.

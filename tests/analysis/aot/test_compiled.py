@@ -57,7 +57,7 @@ def test_a_step_end_to_end():
     assert found["needs"] == pytest.approx(
         memory["argument"] + memory["temp"] + memory["output"] - memory["alias"], rel=1e-3
     )
-    assert (found["has"], found["fits"]) == (None, None)
+    assert (found["has"], found["fits"]) == (parse_target("cpu:4").memory, True)
     largest = {buffer["what"]: buffer for buffer in found["largest"]}
     for path in ("params/w", "opt_state/inner/0/mu/w"):
         assert (largest[path]["bytes"], largest[path]["shape"]) == (STATE // 12, "f32[4,64,256]")
