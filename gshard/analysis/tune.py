@@ -126,12 +126,13 @@ def advise(
     may_offload = target.platform != "cpu" and "offload" not in config.given
 
     def judge(option: Option) -> None:
-        setup, asked = setup_of(option), config.choices.reshard_after_forward is not True
+        asked = config.choices.reshard_after_forward is not True
         try:
+            setup = setup_of(option)
             if asked or not _repeats(setup, target, option):
                 for verdict in _judged(setup, target, option, measured, may_offload):
                     found.append(verdict)  # one by one: the second may be refused
-        except GShardError as error:  # such as a loss that does not go with micro-batches
+        except GShardError as error:  # such as a value of `vary` that the model does not take
             refused.append(error)
 
     for done, option in enumerate(options):

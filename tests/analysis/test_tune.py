@@ -415,6 +415,15 @@ def test_an_option_of_its_own_that_is_refused_is_left_out():
         assert {x.option.replica for x in advise(config)} == {1, 2}
 
 
+def test_a_value_that_the_model_refuses_is_left_out():
+    """Here a number of layers that is none."""
+    config = config_of(levels=("dp",), vary={"layers": [2, "many"]})
+    with pytest.warns(gshard.GShardWarning, match=r"1 option raises .*layers='many'\) fails"):
+        assert [x.option.arguments for x in advise(config)] == [{"layers": 2}]
+    with pytest.raises(gshard.GShardError, match="layers='many'"):
+        advise(config_of(levels=("dp",), vary={"layers": ["many"]}))
+
+
 def test_what_is_too_small_to_be_sharded_is_not_tried_both_ways(recwarn):
     """By name the two would be the same line twice, with a warning about what nobody asked for."""
     host = {"target": parse_target("h100:1x8"), "devices": 8, "levels": ("p_g_os",)}
