@@ -265,11 +265,13 @@ class Address(NamedTuple):
 def address(value: object, where: str) -> Address:
     """Reads `host:port` or `[IPv6]:port`; `where` names the argument or variable for errors."""
     host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
-    if not colon or not host or not port.isascii() or not port.isdigit():
+    in_brackets = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if in_brackets else host
+    is_host = bool(host) and (in_brackets or ":" not in host)  # else IPv6, with or without a port
+    if not colon or not is_host or not port.isascii() or not port.isdigit():
         raise GShardError(
             f"{where}={shown(value)} must be 'host:port' of process 0, such as "
-            f"'{LOOPBACK}:29500' on one machine."
+            f"'{LOOPBACK}:29500' on one machine, or '[2001:db8::5]:29500' for an IPv6 address."
         )
     if not 0 < int(port) < 2**16:
         raise GShardError(

@@ -39,7 +39,9 @@ def test_an_address_is_read(text, host, port, loopback):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "host", ":29500", "host:", "host:port", "host:0", 29500, None]
+    "text",
+    ["", "host", ":29500", "host:", "host:port", "host:0", 29500, None]
+    + ["2001:db8::5", "fe80::1:29500", "[::1:80", "[]:80"],
 )
 def test_what_is_no_address_is_refused_by_name(text):
     with pytest.raises(gshard.GShardError, match="^master="):
