@@ -41,7 +41,18 @@ def test_floors_but_no_upper_bounds():
     assert {*names} <= extras.keys()
     wanted = PROJECT["project"]["dependencies"] + [d for extra in extras.values() for d in extra]
     for requirement in [*wanted, "python" + PROJECT["project"]["requires-python"]]:
-        assert re.fullmatch(r"[\w-]+(\[\w+\])?>=[\d.]+", requirement), requirement
+        assert re.fullmatch(r"[\w-]+(\[[\w-]+\])?>=[\d.]+", requirement), requirement
+
+
+def test_compilers_are_those_of_the_installed_jax():
+    """JAX ignores a plugin of another version, so only its own extras may name them."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    known = importlib.metadata.metadata("jax").get_all("Provides-Extra")
+    for extra in ("cuda", "tpu", "aot-gpu", "aot-tpu"):
+        of_jax = re.fullmatch(r"jax\[([\w-]+)\]>=[\d.]+", extras[extra][0])
+        assert of_jax and of_jax[1] in known
+    plugins = r"jax-cuda|libtpu"
+    assert not [d for extra in extras.values() for d in extra if re.match(plugins, d)]
 
 
 def test_types_are_shipped():

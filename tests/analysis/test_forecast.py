@@ -16,6 +16,7 @@ import pytest
 
 import gshard
 from gshard._util.text import bytes_of, count_of
+from gshard._util.version import install_command
 from gshard.analysis.aot.target import parse_target
 from gshard.analysis.config import read_config
 from gshard.analysis.setup import load_setup
@@ -404,11 +405,11 @@ def test_a_plan_for_virtual_devices_says_what_fits(capsys):
 def test_a_missing_compiler_is_said_before_any_work(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_plugins", None)
     assert main(["plan", "tests.setups:fails", "--target", "h100:8", "--compile"]) == 2
-    assert "pip install 'jax-cuda13-p" in capsys.readouterr().err
+    assert install_command("aot-gpu") in capsys.readouterr().err
     words = ["plan", "tests.setups:mlp", "--target", "h100:8", "--levels", "os"]
     assert main(words) == 0  # by the estimate
     printed = capsys.readouterr()
-    assert "pip install 'jax-cuda13-p" in printed.err and "+-20 %" in printed.out
+    assert install_command("aot-gpu") in printed.err and "+-20 %" in printed.out
 
 
 def test_a_compiler_that_fails_leaves_the_estimate(capsys, monkeypatch):

@@ -113,7 +113,9 @@ class Target:
             found = None
         if found is None:
             raise GShardError(
-                f"the compiler for target {self.text!r} is not installed: {install_command(extra)}"
+                f"the compiler for target {self.text!r} is not installed: "
+                f"{install_command(extra)}. Prefer an environment of its own: JAX looks for such "
+                "devices in every program."
             )
 
     def described_devices(self) -> list[Any]:

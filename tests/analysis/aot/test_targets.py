@@ -11,6 +11,7 @@ import pytest
 
 from gshard._util.chips import CHIPS
 from gshard._util.errors import GShardError
+from gshard._util.version import install_command
 from gshard.analysis.aot.target import GPUS, gpu_config, parse_target
 from tests.ahead_of_time import ROOT, python_for
 
@@ -108,7 +109,7 @@ def test_without_its_compiler_a_target_says_what_to_install():
     """No compiler is found where the path has none of a site."""
     code = "from gshard.analysis.aot.target import parse_target as parse; "
     code += "parse({!r}).described_devices()"
-    for text, package in (("h100:1x8", "jax-cuda13-p"), ("tpu-v5e:2x4", "libtpu")):
+    for text, extra in (("h100:1x8", "aot-gpu"), ("tpu-v5e:2x4", "aot-tpu")):
         hidden = "import sys; sys.modules.update(libtpu=None, jax_plugins=None); "
         done = subprocess.run(
             [sys.executable, "-c", hidden + code.format(text)],
@@ -118,7 +119,7 @@ def test_without_its_compiler_a_target_says_what_to_install():
             text=True,
         )
         assert f"GShardError: the compiler for target '{text}' is not installed" in done.stderr
-        assert f"pip install '{package}" in done.stderr
+        assert install_command(extra) in done.stderr
 
 
 @pytest.mark.slow
