@@ -77,6 +77,14 @@ def test_every_pod_is_a_machine_of_the_job(objects, monkeypatch):
     assert policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"].items() <= labels
 
 
+def test_the_image_of_the_page_has_the_script(objects):
+    _, container = pod(objects)
+    (image,) = re.findall(r"```dockerfile\n(.*?)```", (CLUSTER / "README.md").read_text(), re.S)
+    folder, name, to = re.search(r"^WORKDIR (.+)\n[^$]*^COPY (\S+) (\S+)$", image, re.M).groups()
+    script = next(word for word in container["command"] if word.endswith(".py"))
+    assert (container["workingDir"], script) == (folder, f"{to}{name}")
+
+
 def test_a_pod_that_stops_in_order_is_no_failure_and_has_time_to(objects):
     spec, container = pod(objects)
     rules = objects["Job"]["spec"]["podFailurePolicy"]["rules"]
