@@ -131,6 +131,13 @@ def did_you_mean(value: object, known: Iterable[object], cutoff: float = 0.5) ->
     return f" Did you mean {found[0]!r}?" if found else ""
 
 
+def similar_option(name: str, known: Iterable[str]) -> str:
+    """A sentence that suggests the most similar of `known` options of a command line."""
+    # The dashes alone are similar; and at 0.5 `--layers` would be similar to `--paper`.
+    names = [option[2:] for option in known if option.startswith("--")]
+    return did_you_mean(name.lstrip("-"), names, cutoff=0.7).replace(" '", " '--")
+
+
 def refuse_names(module: str, instead: Mapping[str, str]) -> Callable[[str], NoReturn]:
     """Returns the `__getattr__` of a module; `instead` says what to use for names it lacks."""
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress, ProgressColumn
 
 from gshard._util.durable import NewFile, file_path
-from gshard._util.errors import GShardError, GShardWarning, did_you_mean
+from gshard._util.errors import GShardError, GShardWarning, similar_option
 from gshard._util.validation import with_known_spelling
 from gshard.analysis.config import Config, read_config
 from gshard.analysis.forecast import forecast_config
@@ -244,11 +244,10 @@ def parsed(
     known = [name for action in parser._actions for name in action.option_strings]
     given, rest = parser.parse_known_args(with_known_spelling(words, known))
     if rest and rest[0].startswith("-"):
-        known = re.findall(r"--([\w.]+)", parser.format_usage())  # the dashes alone are similar
         name = rest[0].partition("=")[0].lstrip("-")
-        # At 0.5, '--layers' would be similar to '--paper'.
-        near = did_you_mean(name, known, cutoff=0.7).replace(" '", " '--")
-        near = near or instead.format(name="NAME" if name == "arguments" else name)
+        near = similar_option(name, known) or instead.format(
+            name="NAME" if name == "arguments" else name
+        )
         parser.error(f"unknown option {rest[0]!r}.{near}")
     if rest:
         parser.error(too_many.format(first=rest[0], rest=" ".join(rest)))

@@ -184,9 +184,13 @@ def device_shares(
         )
     each, rest = divmod(len(gpus), processes)
     if rest or not each:
+        names = ",".join(gpus)
+        named = f"this process sees {len(gpus)} GPUs, {names}"
+        if devices is not None:
+            named = f"{prefix}devices={names} names {len(gpus)} devices"
         raise GShardError(
-            f"{prefix}devices={','.join(gpus)} names {len(gpus)} devices, which cannot be split "
-            f"evenly between {processes} processes. Name a multiple of {processes}."
+            f"{named}, which cannot be split evenly between {processes} processes. Name a multiple "
+            f"of {processes} in {prefix}devices."
         )
     variable = next((name for name in _VISIBLE if name in os.environ), _VISIBLE[0])
     return [{variable: ",".join(gpus[i * each : (i + 1) * each])} for i in range(processes)]

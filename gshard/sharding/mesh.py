@@ -242,11 +242,16 @@ def virtual_devices(count: int) -> None:
         pass  # JAX has started: the devices that it has decide
     found = int(forced.group(1)) if forced else len(jax.devices("cpu"))
     if found < count:
-        source = "XLA_FLAGS asks for" if forced else "JAX has already started with"
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+        if forced:
+            raise GShardError(
+                f"virtual_devices({count}): XLA_FLAGS asks for {found} CPU devices. Set {flag}, or "
+                "take the flag out."
+            )
         raise GShardError(
-            f"virtual_devices({count}): {source} {found} CPU devices. Call "
+            f"virtual_devices({count}): JAX has already started with {found} CPU devices. Call "
             f"gshard.virtual_devices({count}) at the top of the program, before any other use of "
-            f"JAX, or set XLA_FLAGS=--xla_force_host_platform_device_count={count}."
+            f"JAX, or set {flag}."
         )
 
 

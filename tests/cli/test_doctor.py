@@ -313,6 +313,12 @@ def test_unused_devices(used, told, ok, fix):
     assert check.ok == ok and fix in check.fix and f"JAX uses {used} of 4" in check.found
 
 
+def test_the_variable_that_hides_devices_is_named():
+    told = {"JAX_PLATFORM_NAME": "cpu"}
+    check = devices.unused("nvidia", 0, Hardware(nvidia=1), told)
+    assert check.fix == "unset JAX_PLATFORM_NAME" and "JAX_PLATFORM_NAME=cpu" in check.found
+
+
 def test_a_plugin_that_sees_no_gpu(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     installed(tmp_path, "jax_cuda13_plugin", "0.1.0")

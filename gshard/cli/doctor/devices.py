@@ -161,9 +161,9 @@ def unused(
     """Explains why JAX uses only some devices of a kind, a field of `Hardware`."""
     count, name = getattr(here, kind), "unused device"
     said = f"JAX uses {used} of {count} {_KINDS[kind][1]}{'s' if count > 1 else ''}"
-    platforms = environment.get("JAX_PLATFORMS") or environment.get("JAX_PLATFORM_NAME")
-    if platforms and not used:
-        return Check(name, "warn", f"{said}: JAX_PLATFORMS={platforms}", "unset JAX_PLATFORMS")
+    told = next((x for x in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME") if environment.get(x)), "")
+    if told and not used:
+        return Check(name, "warn", f"{said}: {told}={environment[told]}", f"unset {told}")
     hides = next((x for x in _HIDE_GPUS if x in environment), "") if kind != "tpu" else ""
     if hides and (used or has_plugin(kind)):  # clusters set such variables, plugin or not
         said = f"{said}: {hides}={environment[hides]}"

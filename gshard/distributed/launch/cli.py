@@ -14,7 +14,7 @@ import time
 from itertools import takewhile
 from pathlib import Path
 
-from gshard._util.errors import GShardError, did_you_mean
+from gshard._util.errors import GShardError, similar_option
 from gshard._util.validation import check_integer, with_known_spelling
 from gshard.distributed.env_vars import chosen_gpus, device_shares, devices_of, visible_gpus
 from gshard.distributed.initialize import (
@@ -169,7 +169,10 @@ _INTEGERS = {
 
 _NEEDLESS = "Leave it out: gshard launch needs no such option."
 _UPSTREAM = {  # options of torchrun and of paddle.distributed.launch, and what to do instead
-    "ips": "Start the launcher on every machine, with --nnodes N --rank R --master HOST:PORT.",
+    **dict.fromkeys(
+        ("ips", "hostfile"),
+        "Start the launcher on every machine, with --nnodes N --rank R --master HOST:PORT.",
+    ),
     **dict.fromkeys(
         ("master_addr", "master_port", "rdzv_endpoint"), "Give --master HOST:PORT instead."
     ),
@@ -261,7 +264,7 @@ def request(words: list[str]) -> Request:
     if unknown:
         name = unknown[0].split("=")[0]
         known = _UPSTREAM.get(name.lstrip("-").replace("-", "_"))
-        hint = f" {known}" if known else did_you_mean(name, takes_value)
+        hint = f" {known}" if known else similar_option(name, takes_value)
         raise GShardError(
             f"{name!r} is not an option of gshard launch.{hint} Options of the script come after "
             "its name."

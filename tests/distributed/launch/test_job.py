@@ -502,6 +502,14 @@ BAD = {
     "a module without -m": (["my.module"], "For a module say -m"),
     "unknown option": (["--nproc_per_nod", "2", SCRIPT], "Did you mean '--nproc_per_node'?"),
     "unknown option with =": (["--restarts=2", SCRIPT], "Did you mean '--max_restarts'?"),
+    "an option like none": (
+        ["--endpoint", "x", SCRIPT],
+        "'--endpoint' is not an option of gshard launch. Options of the script come",
+    ),
+    "an option of DeepSpeed": (
+        ["--hostfile", "x", SCRIPT],
+        "Start the launcher on every machine, with --nnodes N --rank R",
+    ),
     "no number": (
         ["--nproc_per_node", "two", SCRIPT],
         "--nproc_per_node: invalid int value: 'two'",

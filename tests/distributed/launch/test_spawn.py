@@ -404,7 +404,8 @@ def test_bad_input_is_refused_before_anything_starts(case, monkeypatch):
     ("visible", "options", "kind", "said"),
     [
         ("0,1", {"nprocs": 100}, RuntimeError, "100 processes need a GPU each"),
-        ("0,1", {"nprocs": 2, "gpus": "0"}, ValueError, "split evenly between 2 processes"),
+        ("0,1", {"nprocs": 2, "gpus": "0"}, ValueError, "devices=0 names 1 .* 2 processes"),
+        ("0,1,2", {"nprocs": 2}, ValueError, "^this process sees 3 GPUs, 0,1,2, which cannot be"),
         ("0,1", {"nprocs": 2, "gpus": "0,7"}, ValueError, "7 is not a visible device"),
         ("0,1", {"nprocs": 2, "gpus": "0,0"}, ValueError, "each once"),
     ],

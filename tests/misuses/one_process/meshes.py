@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from unittest import mock
 
 import jax
 import numpy as np
@@ -23,6 +25,11 @@ def in_a_thread(_):
     thread.start()
     thread.join()
     return made[0].size, 8
+
+
+@mock.patch.dict(os.environ, XLA_FLAGS="")
+def virtual_devices_too_late(_):
+    gshard.virtual_devices(16)
 
 
 ROWS = {
@@ -115,8 +122,12 @@ ROWS = {
         lambda _: gshard.virtual_devices("8"), "count='8'", "1 or more"
     ),
     "more virtual devices after JAX has started": refused(
-        lambda _: gshard.virtual_devices(16),
+        virtual_devices_too_late,
         *("virtual_devices(16)", "8", "xla_force_host_platform_device_count=16"),
+    ),
+    "more virtual devices than XLA_FLAGS asks for": refused(
+        lambda _: gshard.virtual_devices(16),
+        *("virtual_devices(16)", "8", "Set XLA_FLAGS=--xla_force_host_platform_device_count=16"),
     ),
     "as many virtual devices as there are": right(
         lambda _: (gshard.virtual_devices(8) or len(jax.devices()), 8)
