@@ -50,6 +50,14 @@ def check_integer(
     return number
 
 
+def check_integer_field(
+    of: Any, name: str, least: int, meaning: str = "", most: int | None = None
+) -> None:
+    """As `check_integer`, for a field of a frozen dataclass, which then is an `int`."""
+    number = check_integer(name, getattr(of, name), least, meaning, most)
+    object.__setattr__(of, name, number)
+
+
 def with_known_spelling(words: Sequence[str], known: Iterable[str]) -> list[str]:
     """Words of a command line, with `--log-dir` and `--log_dir` as the one that is known."""
     spellings = {name.replace("-", "_"): name for name in known if name.startswith("--")}

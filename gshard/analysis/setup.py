@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.tracebacks import line_of_error
-from gshard._util.validation import MOST, check_integer, flag, shown
+from gshard._util.validation import MOST, check_integer_field, flag, shown
 from gshard.analysis.allowed_imports import ModelOfFile, find_modules_here
 from gshard.sharding.level import check_accumulate, parse_level
 from gshard.sharding.plan import Plan
@@ -295,12 +295,12 @@ class Choices:
         return {name: getattr(self, name) for name in names}
 
     def __post_init__(self) -> None:
-        check_integer("micro_batch_size", self.micro_batch_size, 1, " of examples", most=MOST)
-        check_integer("micro_batches", self.micro_batches, 1, most=MOST)
+        check_integer_field(self, "micro_batch_size", 1, " of examples", most=MOST)
+        check_integer_field(self, "micro_batches", 1, most=MOST)
         check_accumulate(self.accumulate)
         if not isinstance(self.reshard_after_forward, (bool, np.bool_)):
             devices = " of devices of a sub-group (or True or False)"
-            check_integer("reshard_after_forward", self.reshard_after_forward, 1, devices)
+            check_integer_field(self, "reshard_after_forward", 1, devices)
         flag("offload", self.offload)
         if not isinstance(self.keep, Mapping):
             raise GShardError(

@@ -125,10 +125,11 @@ class Checkpointer:
             raise GShardError(f"on_failure={shown(on_failure)} must be 'raise' or 'warn'.")
         self._warns = on_failure == "warn"
         self._rhythm = Rhythm(every, local, local_every)
-        if every and keep_every and keep_every % every and every % keep_every:
+        saved, kept = self._rhythm.every, self._retention.every
+        if kept and kept % saved and saved % kept:
             warn(
-                f"keep_every={keep_every} keeps only multiples of {math.lcm(every, keep_every)}: "
-                f"every={every} does not save the others. Make keep_every= a multiple of every=."
+                f"keep_every={kept} keeps only multiples of {math.lcm(saved, kept)}: "
+                f"every={saved} does not save the others. Make keep_every= a multiple of every=."
             )
         self._writer = StepWriter(self._store, self._retention)
         self._local = None if local is None else LocalTier(local, self._store, str(self._rhythm))

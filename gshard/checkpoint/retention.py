@@ -32,7 +32,8 @@ class RetentionPolicy:
         for name in ("last", "every", "best"):
             value = getattr(self, name)
             if value is not None:
-                check_integer(f"keep_{name}", value, 1, " of steps (None: no such rule)")
+                meaning = " of steps (None: no such rule)"
+                object.__setattr__(self, name, check_integer(f"keep_{name}", value, 1, meaning))
         if not isinstance(self.metric, str) or not self.metric:
             raise GShardError(f"metric={shown(self.metric)} must be a key of metadata.")
         if self.best:

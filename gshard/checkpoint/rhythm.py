@@ -12,9 +12,10 @@ class Rhythm:
     """How often steps are saved; the arguments are those of `Checkpointer`."""
 
     def __init__(self, every: Any, local: Any, local_every: Any):
-        for name, value in (("every", every), ("local_every", local_every)):
-            if value is not None:
-                check_integer(name, value, 1, " of steps")
+        every, local_every = (
+            None if value is None else check_integer(name, value, 1, " of steps")
+            for name, value in (("every", every), ("local_every", local_every))
+        )
         if local is None and local_every is not None:
             raise GShardError(f"local_every={shown(local_every)} needs local=, a folder.")
         if local is not None and None in (every, local_every):

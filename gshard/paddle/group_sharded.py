@@ -115,8 +115,9 @@ def group_sharded_parallel(
         raise GShardError(f"scaler={shown(scaler)} is not a gshard.paddle.GradScaler.")
     flag("sync_buffers", sync_buffers)
     flag("sync_comm", sync_comm)
-    check_integer("segment_size", segment_size, 0, " of elements")
-    check_integer("buffer_max_size", buffer_max_size, 0, " of elements (0: no buckets)")
+    segment_size = check_integer("segment_size", segment_size, 0, " of elements")
+    meaning = " of elements (0: no buckets)"
+    buffer_max_size = check_integer("buffer_max_size", buffer_max_size, 0, meaning)
     pair = (module, _as_optimizer(optimizer, module))
     rules = None if exclude_layer is None else excluding(exclude_layer, module)
     mesh, replica_axes = mesh_of(group, dp_group)

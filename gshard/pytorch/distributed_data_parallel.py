@@ -80,7 +80,7 @@ class DistributedDataParallel(DataParallel):
             return copied(cls)
         del device_ids, output_device, gradient_as_bucket_view, static_graph
         size = _BUCKET if bucket_cap_mb is None else bucket_cap_mb
-        check_integer("bucket_cap_mb", size, 0, " of MB (0: no buckets)")
+        size = check_integer("bucket_cap_mb", size, 0, " of MB (0: no buckets)")
         find = find_unused_parameters
         return data_parallel(
             cls, module, size, _FIRST_BUCKET, find, process_group, argument="process_group"

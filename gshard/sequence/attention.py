@@ -94,13 +94,13 @@ def attention(
     _check_arrays(q, k, v)
     check_halves(q.shape[1], devices, order, axis)
     if window is not None:
-        check_integer("window", window, 1, " of tokens")
+        window = check_integer("window", window, 1, " of tokens")
     if by == "ulysses":
         _check_heads(q.shape[2], devices)
     mask = _checked_mask(mask, q, devices)
     segment_ids = _checked_segments(segment_ids, q)
     if block_size is not None:
-        check_integer("block_size", block_size, 1, " of tokens")
+        block_size = check_integer("block_size", block_size, 1, " of tokens")
     masking = Masking(flag("causal", causal), window)
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation == "cudnn":

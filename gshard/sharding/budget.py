@@ -222,6 +222,7 @@ def budget(
             f"budget(plan) was called with {shown(plan)}. Pass the plan that "
             "gshard.shard_train_state returned."
         )
+    micro_batches = check_integer("micro_batches", micro_batches, 1)
     how = accumulation(plan, micro_batches, accumulate)
     reshard = resharding(plan, reshard_after_forward)
     nodes = nodes_of(plan.mesh, devices_per_node)
@@ -409,7 +410,6 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = T
     shards the optimizer state, unless the user asked for `local`. With `sync=False` later calls may
     add more micro-batches.
     """
-    check_integer("micro_batches", micro_batches, 1)
     check_accumulate(accumulate)
     if accumulate == "sync" and not sync:
         raise GShardError(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard._util.errors import GShardError, did_you_mean, some, warn
-from gshard._util.validation import check_integer, flag, shown
+from gshard._util.validation import check_integer_field, flag, shown
 from gshard.sharding.budget import accumulation, budget, resharding
 from gshard.sharding.level import Accumulate
 from gshard.sharding.plan import Plan
@@ -46,11 +46,12 @@ class StepOptions:
     def __post_init__(self) -> None:
         check_semantics(self.loss_semantics)
         if self.gather_limit is not None:
-            check_integer("gather_limit", self.gather_limit, 0, " of bytes")
+            check_integer_field(self, "gather_limit", 0, " of bytes")
         for name in ("has_aux", "sync_buffers", "prefetch"):
             flag(name, getattr(self, name))
-        check_integer("bucket_size", self.bucket_size, 0, " of elements (0: no buckets)")
-        check_integer("end_bucket_size", self.end_bucket_size, 1, " of elements")
+        check_integer_field(self, "micro_batches", 1)
+        check_integer_field(self, "bucket_size", 0, " of elements (0: no buckets)")
+        check_integer_field(self, "end_bucket_size", 1, " of elements")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +77,7 @@ class TrainStepOptions(StepOptions):
         if self.skip_nonfinite is not None:
             flag("skip_nonfinite", self.skip_nonfinite)
         if self.max_bad_steps is not None:
-            check_integer("max_bad_steps", self.max_bad_steps, 1, " (None: never)")
+            check_integer_field(self, "max_bad_steps", 1, " (None: never)")
         if self.post_update is not None and not callable(self.post_update):
             raise GShardError(
                 f"post_update={shown(self.post_update)} is not a function. Linen: "
@@ -85,7 +86,7 @@ class TrainStepOptions(StepOptions):
         flag("donate", self.donate)
         flag("check_loss", self.check_loss)
         if self.check_replicas is not None:
-            check_integer("check_replicas", self.check_replicas, 1, " of steps (None: never)")
+            check_integer_field(self, "check_replicas", 1, " of steps (None: never)")
 
 
 def skips_nonfinite(plan: Plan, options: TrainStepOptions) -> bool:

@@ -25,7 +25,7 @@ from jax import core, lax
 from gshard._util.arguments import named_fields
 from gshard._util.errors import GShardError, MissingAttributeError, NonFiniteError
 from gshard._util.events import StepNumber
-from gshard._util.validation import check_integer, flag, shown
+from gshard._util.validation import check_integer, check_integer_field, flag, shown
 
 
 @struct.dataclass  # in a named tuple, optax.tree.get(opt_state, "scale") would find this scale
@@ -133,7 +133,7 @@ class GradScaler:
         for name in ("enable", "use_dynamic_loss_scaling"):
             flag(name, getattr(self, name))
         for name in ("incr_every_n_steps", "decr_every_n_nan_or_inf"):
-            check_integer(name, getattr(self, name), 1)
+            check_integer_field(self, name, 1)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(_CALLS):

@@ -455,6 +455,15 @@ def test_which_steps_stay(rules, kept):
     assert [i for i in range(7) if i not in policy.to_delete(metadata)] == kept
 
 
+def test_numbers_of_steps_may_be_unsigned(tmp_path, run):
+    rules = dict(every=np.uint8(2), keep_last=np.uint64(2), keep_every=np.uint8(200))
+    with gshard.Checkpointer(tmp_path, **rules) as checkpointer:
+        for step in (0, 1, 2, 3, 298, 300):
+            checkpointer.save(step, run.state)
+        checkpointer.wait()
+        assert checkpointer.all_steps() == [0, 298, 300]
+
+
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_of_equally_good_steps_the_newest_stay(mode):
     worse = {"min": 2.0, "max": 0.5}[mode]

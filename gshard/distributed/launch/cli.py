@@ -292,7 +292,7 @@ def request(words: list[str]) -> Request:
         )
     for name, (default, least, unit, _, _) in _INTEGERS.items():
         if (value := getattr(asked, name)) is not default:
-            check_integer(f"--{name}", value, least, unit)
+            setattr(asked, name, check_integer(f"--{name}", value, least, unit))
     given = asked.heartbeat_timeout, asked.start_timeout, asked.hang_timeout
     found = read_timeouts(**dict(zip(TIMEOUTS, given, strict=True)))
     asked.heartbeat_timeout, asked.start_timeout, asked.hang_timeout = found.values()
