@@ -17,6 +17,7 @@ import pytest
 
 import gshard
 from gshard.cli.main import main
+from gshard.distributed.agree import FailedOutsideError
 from gshard.paddle import group_sharded_parallel
 from gshard.pytorch import ZeroRedundancyOptimizer
 from tests.test_language import found
@@ -229,3 +230,22 @@ def public_errors():
 def test_a_traceback_names_an_error_as_users_import_it(name, error):
     assert f"{error.__module__}.{error.__qualname__}" == name
     assert pickle.loads(pickle.dumps(error)) is error  # as spawned processes send it
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(error("w is lost") for _, error in public_errors() if "__init__" not in vars(error)),
+        gshard.SaveFailedError("step 3 was not saved", 3),
+        gshard.DamagedCheckpointError("step 3 is damaged", {3: [gshard.Damage("x", "is missing")]}),
+        gshard.distributed.ProcessFailedError("rank 1 failed", rank=1, exit_code=-9),
+        FailedOutsideError({0: "the disk is full"}),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_arrives_in_another_process(error):
+    """A `multiprocessing.Pool` waits forever for one that cannot be unpickled."""
+    error.add_note("in the third epoch")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert (copy.args, vars(copy)) == (error.args, vars(error))

@@ -32,6 +32,10 @@ class GShardError(ValueError):
 
     __module__ = "gshard"  # so that tracebacks name it as users import it
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the constructor: that of a subclass may take more than the message.
+        return type(self).__new__, (type(self), *self.args), self.__dict__
+
 
 class DonatedStateError(GShardError, RuntimeError):
     """Raised for a train state that was donated to an earlier step: use the one it returned."""
