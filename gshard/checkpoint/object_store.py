@@ -13,6 +13,7 @@ still writes is never taken for a part of this step.
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,6 +49,10 @@ from gshard.checkpoint.step_info import DAMAGED, DATA, DESCRIPTION, MANIFEST, ST
 _DRAFT = ".draft"
 _TOKEN = f"{_DRAFT}/token"
 _BLOCK = 2**24  # bytes of one request
+_LATE = re.compile(  # what a writer that was cut off may still upload, once its step was deleted
+    rf"{re.escape(_DRAFT)}/.*|({PROCESS_MANIFESTS}|{DATA})/process_\d+\.json|{ARRAYS}/("
+    r"_METADATA|_sharding|array_metadatas/process_\d+|(ocdbt\.process_\d+/)?(manifest\.ocdbt|d/\w+))"
+)
 
 
 class ObjectStore:
@@ -98,8 +103,14 @@ class ObjectStore:
         self._lease.take()
         self._complete = set() if self._complete is None else self._complete
         for name, complete in self._numbers().items():
-            if not complete and self._bucket.exists(f"{name}/{DESCRIPTION}"):
+            if not complete and self._is_own(name):
                 self.delete(int(name))
+
+    def _is_own(self, name: str) -> bool:
+        """Whether what is below a number is of a draft, or of one that was deleted."""
+        there = self._bucket.list(name)
+        known = there.keys() <= {_DRAFT, PROCESS_MANIFESTS, DATA, ARRAYS}
+        return DESCRIPTION in there or known and all(map(_LATE.fullmatch, self._bucket.find(name)))
 
     def close(self) -> None:
         """Releases the lease."""

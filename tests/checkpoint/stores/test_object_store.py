@@ -362,6 +362,18 @@ def test_what_a_killed_save_left_is_removed_by_the_next_writer(address):
         assert checkpointer.verify(1) == []
 
 
+def test_what_a_lost_writer_uploads_late_is_removed(address):
+    run, bucket = Training("os", 2), Bucket(address)
+    with gshard.Checkpointer(address) as checkpointer:
+        checkpointer.save(1, run.state, data_state=1)
+        checkpointer.wait()
+        for name in bucket.find("1").keys() - {"gshard.json", "manifest.json"}:
+            bucket.copy(f"1/{name}", f"2/{name}")
+        bucket.create("2/.draft/token", b"of the lost one")
+        checkpointer.save(2, run.state)
+    assert checkpointer.all_steps() == [1, 2] and checkpointer.verify(2) == []
+
+
 def test_gshard_verify_takes_an_address(address, capsys):
     from gshard.cli.main import main
 
@@ -389,13 +401,15 @@ def test_a_bucket_that_does_not_exist(server, address):
 
 def test_what_is_below_a_number_and_not_of_gshard_is_left_alone(address):
     bucket = Bucket(address)
-    bucket.create("2024/photo.jpg", b"x")
+    others = ["2023/arrays/x.npy", "2024/photo.jpg"]
+    for name in others:
+        bucket.create(name, b"x")
     run = Training("os", 2)
     with gshard.Checkpointer(address) as checkpointer:
         with pytest.raises(gshard.GShardError, match="2024 exists, and gshard did not write it"):
             checkpointer.save(2024, run.state)
         checkpointer.save(2025, run.state)
-    assert bucket.read("2024/photo.jpg") == b"x"
+    assert [bucket.read(name) for name in others] == [b"x", b"x"]
     assert gshard.Checkpointer(address).all_steps() == [2025]
 
 
