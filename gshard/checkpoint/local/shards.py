@@ -128,9 +128,20 @@ def write_shards(folder: Path, shards: Mapping[Key, np.ndarray], noted: Mapping[
     fsync(folder)
 
 
+def note(folder: Path, **noted: Any) -> None:
+    """Changes some of what `shards.json` notes; an error as of `read_index`."""
+    content = _content(folder)
+    content["noted"] |= noted
+    write_file(folder / INDEX, seal(json.dumps(content).encode()))
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    return json.loads(unseal(read_regular(folder / INDEX, _MOST)))
+
+
 def read_index(folder: Path) -> Index:
     """Reads `shards.json`; an `OSError` or a `ValueError` if it is not what was written."""
-    content = json.loads(unseal(read_regular(folder / INDEX, _MOST)))
+    content = _content(folder)
     size = (folder / SHARDS).stat().st_size
     found = {}
     for path, bounds, dtype, offset, checksum in content["shards"]:

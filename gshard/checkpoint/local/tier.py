@@ -15,6 +15,7 @@ from gshard._util.errors import CallOrderError, GShardError, warn
 from gshard.checkpoint.arrays import ArrayInfo
 from gshard.checkpoint.local.complete import local_steps
 from gshard.checkpoint.local.reader import LocalReader
+from gshard.checkpoint.local.shards import note
 from gshard.checkpoint.local.store import LocalStore, local_folder
 from gshard.checkpoint.retention import RetentionPolicy
 from gshard.checkpoint.save import Contents, StepWriter, check_same_run
@@ -71,10 +72,18 @@ class LocalTier(StepWriter):
 
     def directory_has(self, step: int) -> None:
         """Learns that the directory has a step, which replaces the local one of that number."""
-        self.after = max(self.after, step)
+        if step > self.after:
+            self.after = step
+            self._note_after()
         self.forget(lambda own: own == step)
         with suppress(OSError):  # the next save deletes them
             self._drop_forgotten()
+
+    def _note_after(self) -> None:
+        """Notes that the last local step follows one that the directory did not have yet."""
+        if self._own in self.steps and self._own > self.after:
+            with suppress(OSError, ValueError):  # it cannot be restored either
+                note(self.store.step(self._own).path, after=self.after)
 
     def _drop_forgotten(self) -> None:
         """Deletes what was given up; only who has the lock does, and not who reads."""
@@ -164,5 +173,7 @@ class LocalTier(StepWriter):
         if saving is not None:
             self._own = saving.draft.step
             self.steps = {self._own}
+            if self._noted["after"] < self.after:
+                self._note_after()
             with suppress(OSError):  # the next save deletes them
                 self.store.drop(lambda step: step != self._own)

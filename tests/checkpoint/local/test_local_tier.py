@@ -503,13 +503,22 @@ def test_a_failed_local_step_is_not_taken_for_the_last_one(folders, monkeypatch,
     assert not [x for x in said if "the last step" in str(x.message)]
 
 
-def test_a_deleted_directory_is_not_resumed(folders):
-    run = Training("os", 2)
+@pytest.mark.parametrize("first", ["directory", "local", "neither"])
+def test_a_deleted_directory_is_not_resumed(folders, monkeypatch, first):
+    """Whichever of its last step and the local one that follows is complete first."""
+    run, go_on, combine = Training("os", 2), threading.Event(), DiskDraft.combine
+    monkeypatch.setattr(DiskDraft, "combine", lambda *given: go_on.wait(60) and combine(*given))
     checkpointer = opened(folders, every=20, local_every=2)
     checkpointer.save(20, run.state)
-    checkpointer.wait()
+    if first == "directory":
+        go_on.set()
+        checkpointer.wait()
     checkpointer.save(24, run.state)
+    if first == "local":
+        checkpointer._local.wait()
+    go_on.set()
     checkpointer.wait()
+    assert opened(folders, every=20, local_every=2).restore(like=run.state).step == 24
     shutil.rmtree(folders["directory"])
     with pytest.warns(
         gshard.GShardWarning, match="step 24 .* was saved after step 20 of .*run, wh"
