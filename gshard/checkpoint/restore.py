@@ -93,15 +93,21 @@ def restore(
         for tier, bad in zip(tiers, damaged, strict=True):
             tier.writer.damaged |= bad
             tier.writer.last_step = None  # its number may be reached with another state
+        store = sources[i].store
+        gone = f"step {number} was deleted from {store} while it was read."
         try:
             make_restored = run_on_all(
                 lambda: _read(tiers[i], number, state, plan, cast, parts),  # noqa: B023
                 call=f"restore of step {number}",
             )
-        except GShardError:
-            if asked is None and number not in steps_everywhere(sources[i].store):
-                continue  # another job has deleted it meanwhile
-            raise
+            if number not in steps_everywhere(store):  # what was missing may count as not saved
+                raise GShardError(gone)
+        except GShardError as error:
+            if number in steps_everywhere(store):
+                raise
+            if asked is not None:
+                raise GShardError(gone) from error
+            continue  # another job has deleted it
         if only is not None:
             warn_of_choice(plan, only, "restore")
         return make_restored()

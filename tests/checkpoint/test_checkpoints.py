@@ -26,7 +26,7 @@ from flax.training.train_state import TrainState
 
 import gshard
 from gshard._util.errors import OutsideError
-from gshard.checkpoint import orbax
+from gshard.checkpoint import orbax, restore
 from gshard.checkpoint.disk import Disk
 from gshard.checkpoint.local import store as local_store
 from gshard.checkpoint.retention import RetentionPolicy
@@ -963,6 +963,29 @@ def test_a_step_that_goes_while_it_is_read_is_looked_for_again(written, run, mon
         with pytest.raises(gshard.GShardError, match="deleted"):
             act()
         shutil.copytree(written / "10", written / "20")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_data_state_that_goes_before_it_is_read_is_not_taken_for_none(
+    tmp_path, run, monkeypatch, verify
+):
+    read = restore.read_data_state
+
+    def deleting(step, processes):
+        shutil.rmtree(tmp_path / "2", ignore_errors=True)
+        return read(step, processes)
+
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, run.state, data_state={"at": step})
+        checkpointer.wait()
+        shutil.copytree(tmp_path / "2", tmp_path / "copy")
+        monkeypatch.setattr(restore, "read_data_state", deleting)
+        restored = checkpointer.restore(like=run.state, verify=verify)
+        assert (restored.step, restored.data_state) == (1, {"at": 1})
+        (tmp_path / "copy").rename(tmp_path / "2")
+        with pytest.raises(gshard.GShardError, match="step 2 was deleted from .* while it was re"):
+            checkpointer.restore(2, like=run.state, verify=verify)
 
 
 def test_frozen_or_not_on_either_side(tmp_path):
