@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from gshard._util.durable import refuse_variables
 from gshard._util.errors import GShardError
-from gshard.checkpoint.bucket import SCHEMES
+from gshard.checkpoint.bucket import SCHEMES, Bucket
 from gshard.checkpoint.disk import Disk, as_directory
 from gshard.checkpoint.object_store import ObjectStore
+from gshard.checkpoint.step_files import StoreError
 from gshard.checkpoint.step_info import DESCRIPTION, MANIFEST, STEP
 from gshard.checkpoint.store import Store
 
@@ -20,17 +23,23 @@ _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(/{1,2})(.*)", re.DOTALL)
 def open_store(address: Any) -> Store:
     """The store at a path or an address; nothing is made there yet."""
     where, in_store = resolve(address, "directory")
-    if in_store:
-        return ObjectStore(where)
-    folder = as_directory(where)
-    if STEP.fullmatch(folder.name) and (folder / DESCRIPTION).is_file():
-        parent, step = folder.parent, folder.name
+    folder = where.rstrip("/") if in_store else as_directory(where)
+    parent, name = os.path.split(folder)
+    if STEP.fullmatch(name) and _has_description(folder):
         raise GShardError(
-            f"directory={str(where)!r} is step {step} of the checkpoints in {parent}. Pass that "
+            f"directory={str(where)!r} is step {name} of the checkpoints in {parent}. Pass that "
             "directory, and the step to restore: "
-            f"gshard.Checkpointer({str(parent)!r}).restore(step={step}, like=...)."
+            f"gshard.Checkpointer({parent!r}).restore(step={name}, like=...)."
         )
-    return Disk(folder)
+    return Disk(folder) if isinstance(folder, Path) else ObjectStore(folder)
+
+
+def _has_description(folder: Path | str) -> bool:
+    if isinstance(folder, Path):
+        return (folder / DESCRIPTION).is_file()
+    with suppress(StoreError):  # as the next call says
+        return Bucket(folder).exists(DESCRIPTION)
+    return False
 
 
 def resolve(given: Any, argument: str) -> tuple[Any, bool]:

@@ -534,6 +534,15 @@ def test_a_draft_that_was_removed_is_not_committed(address, monkeypatch):
     assert checkpointer.all_steps() == []
 
 
+def test_the_address_of_a_step_is_no_address_of_steps(address):
+    with gshard.Checkpointer(address) as checkpointer:
+        checkpointer.save(5, Training("os", 2).state)
+    said = rf"5 of the checkpoints in {address}\. .*Checkpointer\('{address}'\).restore\(step=5"
+    with pytest.raises(gshard.GShardError, match=said):
+        gshard.Checkpointer(f"{address}/5/")
+    assert gshard.Checkpointer(f"{address}/6").all_steps() == []
+
+
 def test_a_step_directly_in_a_bucket(server, address):
     root = f"{server.scheme}://bucket"
     with gshard.Checkpointer(root) as checkpointer:
