@@ -23,6 +23,7 @@ from gshard.checkpoint.step_files import StoreError, run_parallel
 SCHEMES = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}  # of addresses; the extra that has the package
 REQUESTS = 16  # at once
 _PART = 2**24  # bytes of a request of an upload, if 10,000 suffice: S3 takes no more
+_PARTS = 4  # of a file that s3fs reads and sends at once; ten of 50 MiB by itself
 _UNIT = 2**18  # of which a request to Google's store has a multiple
 _EMULATOR = "STORAGE_EMULATOR_HOST"  # as Google's own libraries read it
 _SILENCE = 60.0  # seconds without an answer, or in which nothing sent is read: then asked again
@@ -109,7 +110,7 @@ class Bucket:
         with self._explained("write", name):
             try:
                 if isinstance(content, Path):
-                    self._fs.put_file(str(content), path, mode="create")
+                    self._fs.put_file(str(content), path, mode="create", **self._sent(content))
                 else:
                     self._fs.pipe_file(path, content, mode="create")
             except FileExistsError:
@@ -117,6 +118,12 @@ class Bucket:
                 own = content.read_bytes() if isinstance(content, Path) else content
                 if self._fs.cat_file(path) != own:
                     raise FileExistsError(f"{self}/{name} exists already") from None
+
+    def _sent(self, file: Path) -> dict[str, int]:
+        """How a file is sent: gcsfs holds one part of it at a time."""
+        if SCHEMES[self._scheme] != "s3":
+            return {}
+        return {"chunksize": _part_of(file.stat().st_size), "max_concurrency": _PARTS}
 
     def replace(self, name: str, content: bytes) -> None:
         """Writes an object, also in the place of another one."""
@@ -188,7 +195,7 @@ class Upload:
 
     def __init__(self, bucket: Bucket, name: str, size: int):
         self._bucket, self._name, self._size = bucket, name, size
-        self._part = max(_PART, _UNIT * (size // 9_999 // _UNIT + 1))
+        self._part = _part_of(size)
         self._written, self._committed = 0, False
 
     def __enter__(self) -> Upload:
@@ -222,6 +229,11 @@ class Upload:
             with contextlib.suppress(Exception), self._bucket._explained("discard", self._name):
                 self._file.discard()
             self._file.closed = True  # else it would be completed when it is collected
+
+
+def _part_of(size: int) -> int:
+    """Bytes of a request of the upload of so many."""
+    return max(_PART, _UNIT * (size // 9_999 // _UNIT + 1))
 
 
 def _file_system(scheme: str) -> Any:

@@ -78,6 +78,30 @@ def test_an_upload_that_nobody_reads(server, address, silent, monkeypatch, size)
     assert raised and re.match(f"cannot write {address}/x: .*Check the network", raised[0])
 
 
+def test_of_a_file_few_parts_are_held_at_once(server, address, tmp_path, monkeypatch):
+    """As many files are sent as there are threads, each from the memory of the host."""
+    if server.scheme == "gs":
+        pytest.skip("of s3fs")
+    own, held, most = Bucket(address), 0, 0
+    call = own._fs._call_s3
+
+    async def counted(method, *given, Body=b"", **options):
+        nonlocal held, most
+        held += len(Body)
+        most = max(most, held)
+        try:
+            return await call(method, *given, **options, **({"Body": Body} if Body else {}))
+        finally:
+            held -= len(Body)
+
+    monkeypatch.setattr(own._fs, "_call_s3", counted)
+    (tmp_path / "x").touch()
+    os.truncate(tmp_path / "x", 5 * bucket._PART + 1)
+    own.create("x", tmp_path / "x")
+    assert own.size("x") == 5 * bucket._PART + 1
+    assert most == 4 * bucket._PART
+
+
 def test_settings_of_a_user_for_s3(server, address, monkeypatch):
     if server.scheme == "gs":
         pytest.skip("of s3fs")
