@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 import gshard
 from gshard.cli.main import main
 from gshard.distributed import rendezvous
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE
+from gshard.distributed.launch import cli
 from gshard.distributed.rendezvous import (
     Address,
     PortTakenError,
@@ -142,3 +145,10 @@ def test_a_launcher_waits_for_the_name_of_its_own_machine(
     monkeypatch.chdir(tmp_path)
     words = ["--master", str(new_machine), "--start_timeout", "5", "--virtual_devices", "1"]
     assert main(["launch", "--nnodes", *machines, *words, "script.py"]) == 0
+
+
+def test_a_launcher_that_is_told_to_stop_waits_for_no_name(tmp_path, monkeypatch):
+    (tmp_path / "script.py").touch()
+    monkeypatch.chdir(tmp_path)
+    words = ["--nnodes", "2", "--rank", "0", "--master", "nobody.invalid:29500", "script.py"]
+    assert cli._run(cli.request(words), [signal.SIGTERM]) == PREEMPTED_EXIT_CODE
