@@ -79,7 +79,7 @@ def _verify(given: Namespace, _: None) -> Answer:
 
 
 def _size(folder: StepFiles) -> int:
-    with suppress(FileNotFoundError):  # deleted meanwhile
+    with suppress(OSError):  # deleted meanwhile, or it cannot be read, as its verdict says
         return size_of(folder)
     return 0
 

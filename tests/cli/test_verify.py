@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 
@@ -101,6 +103,24 @@ def test_a_step_that_a_job_deletes_meanwhile_is_skipped(directory, capsys, monke
     assert main(["verify", str(directory)]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == "[gone] step 3: it was deleted meanwhile" and "step 12: " in second
+
+
+def test_a_folder_that_may_not_be_read_is_no_damage(directory, capsys, monkeypatch):
+    arrays, scandir = directory / "12" / "arrays", os.scandir
+
+    def refuse(path):
+        if str(path) == str(arrays):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    if os.geteuid() == 0:  # whom nothing is forbidden
+        monkeypatch.setattr(os, "scandir", refuse)
+    else:
+        arrays.chmod(0)
+    assert main(["verify", str(directory)]) == 2
+    said = capsys.readouterr().err
+    assert "12/arrays cannot be read: Permission denied. That does not mean" in said
+    assert "Traceback" not in said
 
 
 def test_where_all_steps_are_deleted_meanwhile_nothing_was_verified(directory, capsys, monkeypatch):
