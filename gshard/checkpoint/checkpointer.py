@@ -432,6 +432,7 @@ class Checkpointer:
                 self._local.has_restored(found.step, found.metadata, found.data_state)
                 self._local.count_skipped(plan.kind.split(found.state).opt_state.guard.skipped)
             else:
+                self._elsewhere = None  # training goes on from what the directory has
                 undamaged = {*steps_everywhere(self._store)} - self._writer.damaged
                 if found.step == max(undamaged, default=None):
                     self._writer.has_restored(found.step, found.metadata, found.data_state)

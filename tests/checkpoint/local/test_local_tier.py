@@ -214,6 +214,8 @@ def test_steps_that_are_not_in_the_directory_are_told_at_the_end(folders):
         checkpointer.save(12, run.state)
         checkpointer.wait()
         assert checkpointer.all_steps() == [6, 12]
+        checkpointer.save(13, run.state)
+        checkpointer.restore(12, like=run.state)  # given up, which is no warning
 
 
 def test_a_preempted_job_saves_whatever_the_number(folders):
