@@ -162,7 +162,8 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """The newest complete step, of the directory or the local folders, or None.
 
-        It does not wait for a save, and lists the directory as `all_steps` does.
+        It does not wait for a save, and lists the directory as `all_steps` does. Of the local
+        folders it knows what was there when this `Checkpointer` was made, and what it saved since.
         """
         local = () if self._local is None else self._local.steps
         return max((*self.all_steps(), *local), default=None)

@@ -229,6 +229,11 @@ def _tree_in(path: Any) -> Path:
     """The folder of the tree at or below a user's path."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise GShardError(f"import_orbax: path={shown(path)} must be the path of a folder.")
+    if "://" in str(path):
+        raise GShardError(
+            f"import_orbax: {path} is an address, and Orbax checkpoints are read from folders "
+            "only. Copy it into one, and pass the path of that."
+        )
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"

@@ -125,6 +125,7 @@ def test_what_is_not_one(trained, written, tmp_path):
         (written["step"].parent, "7, 8"),
         (tmp_path / "own" / "3", "Checkpointer"),
         (3, "must be the path"),
+        ("gs://bucket/old", "gs://bucket/old is an address.*Copy it into one"),
     ]:
         with pytest.raises(gshard.GShardError, match=words):
             gshard.import_orbax(path, like)
