@@ -70,14 +70,20 @@ class Stored(NamedTuple):
         dtype = DTYPES[self.dtype]
         if 0 in self.shape:
             return np.zeros(self.shape, dtype)
-        return np.memmap(str(self.path), dtype, "r", self.offset, self.shape)
+        try:
+            return np.memmap(str(self.path), dtype, "r", self.offset, self.shape)
+        except ValueError as error:
+            raise self._cut() from error
 
     def read(self, start: int, end: int) -> bytes:
         """Some bytes of the tensor."""
         found = read_range(self.path, self.offset + start, self.offset + end)
         if len(found) < end - start:
-            raise GShardError(f"{self.path} was cut short while it was read. Write it again.")
+            raise self._cut()
         return found
+
+    def _cut(self) -> GShardError:
+        return GShardError(f"{self.path} was cut short while it was read. Write it again.")
 
 
 def check_writable(dtypes: Mapping[str, np.dtype], call: str) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import gshard
 from gshard.checkpoint.safetensors import fetched
 from gshard.checkpoint.safetensors.fetched import Fetched
 from gshard.checkpoint.safetensors.format import Stored
@@ -91,5 +92,7 @@ def test_rows_and_columns(small):
 
 def test_a_file_that_ends_early_is_told(tmp_path):
     (tmp_path / "x").write_bytes(b"1234")
-    with pytest.raises(Exception, match="x was cut short while it was read"):
-        Stored(tmp_path / "x", "U8", (8,), 0, 8, None).read(0, 8)
+    stored = Stored(tmp_path / "x", "U8", (8,), 0, 8, None)
+    for read in (lambda: stored.read(0, 8), stored.view):
+        with pytest.raises(gshard.GShardError, match="x was cut short while it was read"):
+            read()
