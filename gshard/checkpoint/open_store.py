@@ -78,7 +78,7 @@ def open_step_or_store(address: Any) -> tuple[Store, int | None]:
     head, _, name = str(address).rstrip("/").rpartition("/")
     if STEP.fullmatch(name) and head.partition("://")[2]:
         above = open_store(head)
-        if int(name) in above.steps():
+        if int(name) in above.steps() or _has_description(f"{head}/{name}"):
             return above, int(name)
     where, in_store = resolve(address, "directory")
     if not in_store and STEP.fullmatch((folder := as_directory(where)).name):

@@ -35,6 +35,7 @@ _DRIVER_TIMEOUT = 60.0  # seconds; it may initialize eight GPUs first
 _NO_GPU = ("", "-1", "NoDevFiles", "none", "void")  # as Slurm and container runtimes write it
 _OPEN_MPI = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
 _REPEATED = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_BOUND = re.compile("map_gpu|mask_gpu|per_task|single")  # "closest" may be that of others too
 _FORCED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 
 
@@ -66,7 +67,7 @@ def read_integer(name: str) -> int | None:
 _LAUNCHERS = {  # others: their names of the rank and of the number of processes
     "torchrun": ("RANK", "WORLD_SIZE"),
     "paddle.distributed.launch": ("PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
-    "a script for JAX": ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),  # JAX reads neither
+    "your own script": ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),  # JAX reads neither
 }
 
 
@@ -207,17 +208,12 @@ def gpus_of_task() -> list[int] | None:
     if place is None or os.environ.get("JAX_LOCAL_DEVICE_IDS") or not (gpus := visible_gpus()):
         return None
     number, processes = place
-    bound = os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # such as "h100:2"
-    if len(gpus) < processes or str(len(gpus)) == bound:
+    per_task = os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # such as "h100:2"
+    is_bound = str(len(gpus)) == per_task or _BOUND.search(os.environ.get("SLURM_GPU_BIND", ""))
+    if is_bound or len(gpus) < processes:
         processes, number = 1, 0
     each, rest = divmod(len(gpus), processes)
-    if rest:
-        raise GShardError(
-            f"initialize: {len(gpus)} GPUs cannot be split evenly between {processes} processes of "
-            f"this machine. Start a number of processes that divides {len(gpus)}, or name fewer "
-            f"GPUs in {_VISIBLE[0]}."
-        )
-    return [*range(number * each, (number + 1) * each)]
+    return None if rest else [*range(number * each, (number + 1) * each)]
 
 
 def _place_on_machine() -> tuple[int, int] | None:

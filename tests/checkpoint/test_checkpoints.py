@@ -479,9 +479,7 @@ def test_a_process_killed_while_it_deletes_leaves_no_part_of_a_step(tmp_path):
         file.write_bytes(b"x")
     script = f"""
 import os, pathlib, signal, sys
-from gshard.checkpoint import orbax
 from gshard.checkpoint.disk import Disk
-from gshard.checkpoint.local import store as local_store
 sys.addaudithook(lambda event, _: event in ("os.remove", "os.rmdir") and os.kill(os.getpid(), 9))
 Disk(pathlib.Path({str(tmp_path)!r})).delete(3)
 """

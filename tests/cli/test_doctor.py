@@ -516,7 +516,7 @@ def test_variables_of_a_job_that_cannot_be(monkeypatch):
         (
             {"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2"},
             "warn",
-            "JAX_PROCESS_ID=1 and JAX_NUM_PROCESSES=2, which a script for JAX sets: it is alone",
+            "JAX_PROCESS_ID=1 and JAX_NUM_PROCESSES=2, which your own script sets: it is alone",
         ),
     ],
 )

@@ -147,8 +147,12 @@ def test_a_launcher_waits_for_the_name_of_its_own_machine(
     assert main(["launch", "--nnodes", *machines, *words, "script.py"]) == 0
 
 
-def test_a_launcher_that_is_told_to_stop_waits_for_no_name(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "words",
+    [["--nnodes", "2", "--rank", "0"], ["--nnodes", "1:2", "--rank", "0"], ["--nnodes", "1:2"]],
+)
+def test_a_launcher_that_is_told_to_stop_waits_for_no_name(words, tmp_path, monkeypatch):
     (tmp_path / "script.py").touch()
     monkeypatch.chdir(tmp_path)
-    words = ["--nnodes", "2", "--rank", "0", "--master", "nobody.invalid:29500", "script.py"]
+    words = [*words, "--master", "nobody.invalid:29500", "script.py"]
     assert cli._run(cli.request(words), [signal.SIGTERM]) == PREEMPTED_EXIT_CODE

@@ -23,7 +23,7 @@ def test_a_process_that_has_not_joined_the_others(monkeypatch, recwarn, processe
     [
         ("torchrun", "RANK", "WORLD_SIZE"),
         ("paddle.distributed.launch", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM"),
-        ("a script for JAX", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
+        ("your own script", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
     ],
 )
 @pytest.mark.parametrize(("processes", "warns"), [("2", True), ("1", False), ("", False)])

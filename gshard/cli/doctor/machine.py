@@ -217,7 +217,10 @@ def _detected(environment: Mapping[str, str]) -> Check:
         return Check("job", "warn", f"{said}: it is alone", fix)
     if (found := env_vars.of_other_launchers()) is not None:
         return Check(
-            "job", "warn", f"{found[0]}: it is alone", "start the script by `gshard launch`"
+            "job",
+            "warn",
+            f"{found[0]}: it is alone",
+            "start the script by `gshard launch`, or give initialize() the position",
         )
     return Check("job", "ok", "this process is alone: no variable of a launcher or a cluster")
 

@@ -99,6 +99,10 @@ def _run(asked: Request, signals: list[int]) -> int:
     say_started_often(asked)
     if isinstance(asked.master, Address) and not asked.rank:  # it may be the name of this machine
         await_name(asked.master.host, asked.start_timeout, signals)
+        if signals:
+            code, said = Outcome([], signals[0], 0).summary
+            say(said)
+            return code
     if asked.elastic is not None and isinstance(asked.master, Address):
         return run_elastic(asked, asked.master, signals)
     began, count, restarts = time.monotonic(), 0, Restarts(asked.max_restarts)

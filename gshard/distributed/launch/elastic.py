@@ -8,7 +8,6 @@ a machine is lost. Lines are read between other work, in one thread.
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import time
 from contextlib import closing, suppress
@@ -19,7 +18,7 @@ from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.launch.background_writer import say
 from gshard.distributed.launch.coordinator import Coordinator
 from gshard.distributed.launch.event_log import EventLog
-from gshard.distributed.launch.job import Request
+from gshard.distributed.launch.job import Outcome, Request
 from gshard.distributed.launch.machine import TICK, Start, form, notice_loss, run_start
 from gshard.distributed.messages import line_of
 from gshard.distributed.rendezvous import (
@@ -88,17 +87,13 @@ class Member:
                 raise
         finally:
             if code is None and self._signals:
-                code = self._code_of_signal
+                code, said = Outcome([], self._signals[0], 0).summary
+                say(said)
             if self._events is not None:
                 self._events.write("exit", code=code)
                 self._events.close()
-        return self._code_of_signal if code is None else code
-
-    @property
-    def _code_of_signal(self) -> int:
-        """The exit code after a signal that came while no processes ran."""
-        waited = self._events is not None and self._signals[0] == signal.SIGTERM
-        return PREEMPTED_EXIT_CODE if waited else 128 + self._signals[0]
+        assert code is not None  # the loop ends with one, or by a signal
+        return code
 
     def _follow(self, machine: int) -> int | None:
         """Does what the coordinator says; returns the exit code, or None once it is lost."""

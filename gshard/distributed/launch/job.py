@@ -151,7 +151,7 @@ def run_job(
     master = request.master if isinstance(request.master, Address) else Address(LOOPBACK, 0)
     started = False
     try:
-        if port is None and not alone and not request.rank and not signals:
+        if port is None and not alone and not request.rank:
             port = ReservedPort(*master)
         meanwhile = orders.poll if orders else lambda: None
         with tempfile.TemporaryDirectory(prefix="gshard-", ignore_cleanup_errors=True) as folder:
