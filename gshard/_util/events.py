@@ -96,14 +96,14 @@ class Observer(Protocol):
             array that is there once the devices have finished the step.
         """
 
-    def ran(self, step: Any, batch: Any) -> None:
-        """Called after that with the train step and its global batch."""
+    def ran(self, step: Any, batch: Any, info: dict[str, Any]) -> None:
+        """Called after that with the train step, its global batch, and what it returns."""
 
 
-def ran(step: Any, batch: Any) -> None:
-    """Tells the observers which train step has just run, on which batch."""
+def ran(step: Any, batch: Any, info: dict[str, Any]) -> None:
+    """Tells the observers which train step has just run, on which batch, and what it returns."""
     for observer in list(observers):
-        observer.ran(step, batch)
+        observer.ran(step, batch, info)
 
 
 class StepNumber:

@@ -343,7 +343,7 @@ class TrainStep:
         self._late_checks.end_call()
         if not self.options.donate:  # those of donated states depend on each other
             limit_in_flight(metrics)
-        events.ran(self, batch)
+        events.ran(self, batch, metrics)
         state = self._latest.complete(new)
         return metrics if state is None else (state, metrics)
 

@@ -236,6 +236,33 @@ def test_a_step_that_was_skipped_and_not_logged_costs_no_other():
     assert [(number, row.get("loss")) for number, row in rows] == [(3, 2.0), (4, None)]
 
 
+def test_skipped_steps_of_ones_own_jit_do_not_spoil_the_mean():
+    state, plan, step = make()
+    own, rows = jax.jit(lambda state, batch: step(state, batch)), Rows()
+    with gshard.Metrics(every=3, writers=[rows]) as metrics:
+        for n, loss in enumerate((1.0, np.nan, 3.0, np.nan, 5.0, 7.0)):
+            given = gshard.shard_batch(batch(loss), plan)
+            state, info = own(state, given)
+            metrics.step(info, given, number=n + 1)
+    assert [(number, row["loss"]) for number, row in rows] == [(3, 2.0), (6, 6.0)]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_skipped_steps_logged_late_do_not_spoil_the_mean(every):
+    """Another state steps in turn."""
+    state, _, step = make(donate=False)
+    other, rows, infos = state, Rows(), []
+    with gshard.Metrics(every=4, writers=[rows]) as metrics:
+        for n, loss in enumerate((np.nan, np.nan, 1.0, np.nan, 3.0, 5.0, 6.0, 7.0, 8.0)):
+            state, info = step(state, batch(loss))
+            other, _ = step(other, batch())
+            if infos and n % every == 0:
+                metrics.step(infos[-1])
+            infos.append(info)
+    means = [[1.0, 21 / 4], [6.0]]  # of nan, nan, 1, nan and 3, 5, 6, 7; of nan, nan, 5, 7
+    assert [row["loss"] for _, row in rows] == means[every - 1]
+
+
 def test_a_step_with_another_state_counts_as_that_state_does():
     """Seeds of a sweep, and two states in turn."""
     state, _, step = make(donate=False)
@@ -402,8 +429,8 @@ def test_values_are_fetched_once_per_window_and_never_of_a_running_step(monkeypa
                 fetched.clear()  # the number of the first step
             metrics.step(info)
         assert {at for at, _ in fetched} == {5 + 2, 10 + 2, 15 + 2}
-        # Loss, norm, skipped steps, and these as the step itself counts them.
-        assert len({id(x) for _, x in fetched}) == 4 * 5 * 3
+        # Loss, norm and skipped steps, and how many were skipped before; before the first none.
+        assert len({id(x) for _, x in fetched}) == 4 * 5 * 3 - 1
         assert len(rows) == 3
 
 

@@ -21,7 +21,7 @@ from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import check_integer, shown
 from gshard.analysis.monitor.mfu import chip_of_step, kind_of, model_flops, seconds_at_peak
 from gshard.analysis.monitor.step_calls import Program, StepCalls, batch_of, steps_of
-from gshard.analysis.monitor.window import Window, memory, sizes_of
+from gshard.analysis.monitor.window import Window, memory, scalars_of, sizes_of
 from gshard.analysis.monitor.writers import JsonLines, SafeWriter, writer_of
 from gshard.checkpoint.disk import as_directory
 from gshard.sharding.validate import refuse_traced
@@ -147,7 +147,8 @@ class Metrics:
         if not self._is_first():
             return
         self._count += 1
-        window, skips, programs = self._window, self._calls.skipped, self._calls.take()
+        info = scalars_of(info)
+        window, skips, programs = self._window, self._calls.skips_of(info), self._calls.take()
         if self._calls.calls is not None and not programs and batch is None and number is None:
             self._warn_of_second_call()
         examples, tokens = self._sizes(batch, programs)

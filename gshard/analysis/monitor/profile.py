@@ -122,7 +122,7 @@ class StepProfile:
             if number >= self.last:
                 self.close()
 
-    def ran(self, step: Any, batch: Any) -> None:
+    def ran(self, step: Any, batch: Any, info: dict[str, Any]) -> None:
         """Does nothing: which step it was does not matter."""
 
     def close(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from gshard.train.train_step import TrainStep
 
 Program = tuple[TrainStep, Any, tuple[Any, ...]]  # a step, and the structure and form of its batch
 
+_RECENT = 8  # calls of which one may be told apart by the count that it returned
 _COMPILE = ("backend_compile_duration", "jaxpr_to_mlir_module_duration")
 
 
@@ -31,6 +33,8 @@ class StepCalls:
         self.began: tuple[float, dict[str, float]] | None = None
         self.calls: int | None = None
         self.skipped: tuple[Any, Any] = (0, 0)
+        self._recent = deque[tuple[Any, Any]](maxlen=_RECENT)  # what it returned; skipped before
+        self._logged: Any = 0  # how many were skipped, as the last `info` says
         self.programs: Counter[Program] = Counter()
         self._before = (0.0, 0.0)
         self._is_real = False  # no trace of the user's
@@ -47,14 +51,28 @@ class StepCalls:
         began, compiled = self._before
         if activity.spent.get("compile", 0.0) > compiled:
             activity.spent["compile"] = compiled + time.monotonic() - began
+        if self.calls is None:
+            self._logged = skipped[0]
         self.calls, self.skipped, self._is_real = calls, skipped, True
 
-    def ran(self, step: TrainStep, batch: Any) -> None:
+    def ran(self, step: TrainStep, batch: Any, info: dict[str, Any]) -> None:
         """Notes the form of the batch, not the batch itself."""
         if self._is_real:
             leaves, tree = jax.tree.flatten(batch)
             self.programs[step, tree, tuple(map(_form, leaves))] += 1
+            self._recent.append((info["skipped_steps"], self.skipped[0]))
         self._is_real = False
+
+    def skips_of(self, info: Mapping[str, Any]) -> tuple[Any, Any]:
+        """How many steps were skipped before the one that returned `info`, and with it.
+
+        That need not be the last call; nor is a call seen that is part of the user's own jit.
+        """
+        if (now := info.get("skipped_steps")) is None:
+            return self.skipped
+        before = next((x for returned, x in self._recent if returned is now), self._logged)
+        self._logged = now
+        return before, now
 
     def take(self) -> Counter[Program]:
         """Returns the programs, and forgets them."""

@@ -55,8 +55,8 @@ class Window:
         tokens: int | None,
         steps: int = 1,
     ) -> None:
-        """Adds a step, and those before it of which nothing else is known."""
-        self.infos.append(scalars_of(info))
+        """Adds the scalars of a step, and those before it of which nothing else is known."""
+        self.infos.append(dict(info))
         self.skips.append(skips)
         self.steps += steps
         self.examples = _sum(self.examples, None if examples is None else examples * steps)
