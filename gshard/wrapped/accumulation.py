@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
 from jax import core
 
 from gshard._util.closure import OutsideValues
@@ -263,10 +264,14 @@ class Accumulation:
         if self._pending is not None:
             self.grads, self._pending = self._reduce(self._pending, self.grads), None
 
-    def unpad(self) -> None:
-        """Gives the reduced gradients the shapes of the parameters, which may have no padding."""
-        if self._phases.padded(self.grads):
-            self.grads = self._unpad(self.grads)
+    def unpadded(self) -> nnx.State[Any, Any] | None:
+        """Returns the reduced gradients in the shapes of the parameters, and keeps them so."""
+        if not self._phases.padded(self.grads):
+            return self.grads
+        grads = self._unpad(self.grads)
+        with contextlib.suppress(TraceContextError):  # inside a jit or grad they would be tracers
+            nnx.update(self.grads, grads)
+        return grads if self._phases.padded(self.grads) else self.grads
 
     @property
     def holds(self) -> bool:

@@ -174,9 +174,9 @@ class Wrapped(Keeping):
 
         They have the shapes of the parameters: at `p_g_os` they are padded with zeros where these
         are. At other levels those that are sharded with padding are all-gathered when they are
-        read, so all processes must read them. They can be set, to others of the same structure,
-        such as clipped ones, or to None, which drops them. With a `ZeroRedundancyOptimizer`,
-        `model.grads["head"] = None` drops those of a part.
+        read, so all processes must read them, and stay full until the next `backward`. They can be
+        set, to others of the same structure, such as clipped ones, or to None, which drops them.
+        With a `ZeroRedundancyOptimizer`, `model.grads["head"] = None` drops those of a part.
 
         Raises:
           GShardError: some are not reduced yet, or the optimizer updates during `backward`.
@@ -189,8 +189,7 @@ class Wrapped(Keeping):
                 "no gradients. Clip in the optimizer, optax.chain(optax.clip_by_global_norm(...), "
                 "...), or make it without overlap_with_ddp."
             )
-        keep.unpad()
-        return keep.grads
+        return keep.unpadded()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "grads":

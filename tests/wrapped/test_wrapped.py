@@ -151,6 +151,17 @@ def test_gradients_have_the_shapes_of_the_parameters(level):
         np.testing.assert_allclose(value, wanted[name][...], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("inside", [jax.jit, jax.grad, jax.vmap], ids=lambda f: f.__name__)
+def test_gradients_may_be_read_inside_a_trace(inside):
+    net = nnx.Linear(130, 131, rngs=nnx.Rngs(0))  # three devices pad
+    model, optimizer, _ = wrap(net, optax.sgd(0.1))
+    model.backward(loss_fn, np.ones((6, 130), "f4"))
+    found = inside(lambda x: x.sum() * optax.tree.norm(model.grads))(jnp.ones(2))
+    np.testing.assert_allclose(found.sum(), 2 * optax.tree.norm(model.grads), rtol=1e-6)
+    optimizer.step()
+    model.backward(loss_fn, np.ones((6, 130), "f4"))
+
+
 @pytest.mark.parametrize("partition", ["even", "greedy"])
 def test_parameters_that_the_user_sets_may_be_on_one_device(partition):
     model = Net()
