@@ -22,7 +22,7 @@ from jax import core
 from gshard._util.closure import OutsideValues
 from gshard._util.errors import GShardError, place_of, some, warn
 from gshard._util.in_flight import limit_in_flight
-from gshard._util.pytree import path_of
+from gshard._util.pytree import flatten
 from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import shown
 from gshard.data.batch import shard_batch
@@ -302,8 +302,9 @@ class Accumulation:
 
     def refuse_missing(self) -> None:
         """Raises a `GShardError` if the user set the gradients of a part to None."""
-        pairs = jax.tree_util.tree_leaves_with_path(self.grads, is_leaf=lambda x: x is None)
-        if missing := [path_of(keys) for keys, x in pairs if x is None]:
+        paths, _, _ = flatten(self.grads)
+        trained = [x.path for x in jax.tree.leaves(self.plan.params)]
+        if missing := [path for path in trained if path not in paths]:
             raise GShardError(
                 f"the gradients of {some(missing)} are None, which only the step of a "
                 "gshard.pytorch.ZeroRedundancyOptimizer takes. To train a part alone, make the "

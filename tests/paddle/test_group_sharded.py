@@ -949,8 +949,18 @@ def test_gradients_of_a_part_cannot_be_none():
     model.backward(loss_fn, rows(16, 0))
     model.grads["first"] = None
     for act in (optimizer.step, lambda: optimizer.update(model, model.grads)):
-        with pytest.raises(gshard.GShardError, match="gradients of first are None.*wrt="):
+        with pytest.raises(gshard.GShardError, match="gradients of first.* are None.*wrt="):
             act()
+
+
+def test_a_parameter_that_is_none_has_no_gradient():
+    net = Net()
+    net.first.extra = nnx.Param(None)
+    model, optimizer, _ = wrap("os", net)
+    loss = train(model, optimizer, [rows(16, 0)] * 2)
+    model.backward(loss_fn, rows(16, 0))
+    optimizer.update(model, model.grads)
+    assert loss[1] < loss[0] and model.first.extra.get_value() is None
 
 
 def test_scaled_gradients_cannot_be_given_to_update():
