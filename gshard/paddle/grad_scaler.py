@@ -23,10 +23,10 @@ from gshard.wrapped.wrapped_optimizer import WrappedOptimizer
 class Scaler:
     """A `GradScaler`, its `settings`, with its state, for wrapped models and their optimizers.
 
-    All models are on the same `devices`, where its state is.
+    All models are on the same `devices`, by their ids, where its state is.
     """
 
-    def __init__(self, settings: GradScaler, devices: list[Any]):
+    def __init__(self, settings: GradScaler, devices: list[int]):
         self.settings, self.devices = settings, devices
         self._state = jax.tree.map(jnp.asarray, ScalerState())
         self._found: list[jax.Array] = []  # since the last update, of every optimizer: finite

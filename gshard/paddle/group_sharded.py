@@ -121,12 +121,12 @@ def group_sharded_parallel(
     pair = (module, _as_optimizer(optimizer, module))
     rules = None if exclude_layer is None else excluding(exclude_layer, module)
     mesh, replica_axes = mesh_of(group, dp_group)
-    devices = list(mesh.devices.flat)
+    devices = [device.id for device in mesh.devices.flat]
     if isinstance(scaler, Scaler) and scaler.devices != devices:
         raise GShardError(
-            f"scaler= belongs to a model on the devices {[d.id for d in scaler.devices]}, where "
-            f"its scale is, and this model is on {[d.id for d in devices]}. Pass a new "
-            "gshard.paddle.GradScaler, or wrap both models on the same devices."
+            f"scaler= belongs to a model on the devices {scaler.devices}, where its scale is, and "
+            f"this model is on {devices}. Pass a new gshard.paddle.GradScaler, or wrap both models "
+            "on the same devices."
         )
     alone = data_group(mesh, None, replica_axes).size == 1
     shards = chosen.shards_params

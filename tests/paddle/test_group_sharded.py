@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import itertools
+import pickle
 import warnings
 import weakref
 from functools import partial
@@ -897,6 +899,15 @@ def test_one_optimizer_that_is_not_finite_lowers_the_scale_of_all():
     assert float(scaler.loss_scaling) == 512.0
     assert_same(model.state_dict(), before, rtol=0, atol=0)
     assert np.any(other.state_dict()["last.kernel"] != before["last.kernel"])
+
+
+def test_a_scaler_can_be_copied_and_pickled():
+    _, _, scaler = wrap("os", scaler=gshard.GradScaler(init_loss_scaling=1024.0))
+    for same in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        model, optimizer, its = wrap("os", scaler=same)
+        model.backward(its.scale(loss_fn), rows(16, 0))
+        its.minimize(optimizer)
+        assert float(its.loss_scaling) == float(scaler.loss_scaling) == 1024.0
 
 
 def test_a_padded_or_offloaded_model_inside_a_transform_says_what_to_take():
