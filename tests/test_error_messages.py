@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import io
 import pickle
+import pkgutil
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +20,7 @@ import pytest
 
 import gshard
 from gshard.cli.main import main
-from gshard.distributed.agree import FailedOutsideError
+from gshard.distributed.agree import FailedError, FailedOutsideError
 from gshard.paddle import group_sharded_parallel
 from gshard.pytorch import ZeroRedundancyOptimizer
 from tests.test_language import found
@@ -232,13 +235,24 @@ def test_a_traceback_names_an_error_as_users_import_it(name, error):
     assert pickle.loads(pickle.dumps(error)) is error  # as spawned processes send it
 
 
+def all_errors():
+    for module in pkgutil.walk_packages(gshard.__path__, "gshard."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    kinds = [gshard.GShardError]
+    for kind in kinds:
+        kinds += [x for x in kind.__subclasses__() if x not in kinds]
+    return kinds
+
+
 @pytest.mark.parametrize(
     "error",
     [
-        *(error("w is lost") for _, error in public_errors() if "__init__" not in vars(error)),
+        *(kind("w is lost") for kind in all_errors() if not inspect.isfunction(kind.__init__)),
         gshard.SaveFailedError("step 3 was not saved", 3),
         gshard.DamagedCheckpointError("step 3 is damaged", {3: [gshard.Damage("x", "is missing")]}),
         gshard.distributed.ProcessFailedError("rank 1 failed", rank=1, exit_code=-9),
+        FailedError({0: "w is lost"}),
         FailedOutsideError({0: "the disk is full"}),
     ],
     ids=lambda error: type(error).__name__,

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from gshard._util.errors import CallOrderError, GShardError, some, warn
+from gshard._util.errors import CallOrderError, GShardError, OutsideError, some, warn
 from gshard._util.open_files import allow_open_files
 from gshard._util.validation import shown
 from gshard.distributed.line_server import LONGEST, SILENCE, LineServer, Peer
@@ -37,7 +37,7 @@ class NotArrivedError(CallOrderError):
     __module__ = "gshard.distributed"
 
 
-class PortTakenError(GShardError, OSError):
+class PortTakenError(OutsideError):
     """Another program listens where process 0 should."""
 
 
