@@ -28,7 +28,7 @@ from gshard.data.batch import (
     put_batch,
     shard_batch,
 )
-from gshard.data.batch_number import MASK, number_of, set_number
+from gshard.data.batch_number import MASK, may_have_padding, set_number
 from gshard.data.consistency import compare_loaders
 from gshard.data.prefetch import map_ahead
 from gshard.data.source import Source
@@ -429,7 +429,7 @@ def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
 def _numbered(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
     placing = (shard_batch(batch, plan) for batch in batches)
     for number, placed in enumerate(spent_on("data", placing)):
-        if number_of(placed) is None:  # else it is that of a `DataLoader`, or the same batch again
+        if not may_have_padding(placed):  # else it is of a `DataLoader`, and keeps its mask
             set_number(placed, number)
         yield placed
 

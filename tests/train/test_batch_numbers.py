@@ -141,8 +141,11 @@ def test_numbers_are_those_of_the_loader_and_of_no_other_array():
     assert [number_of(batch) for batch in loader] == [0, 1, 2, 3, 4, 5]
     batches = list(gshard.global_batches([BATCH] * 3, plan))
     assert [number_of(batch) for batch in batches] == [0, 1, 2]
+    positions = gshard.shard_batch(np.arange(16), plan)  # all batches have this array
+    shared = gshard.global_batches([{"a": positions, **BATCH}] * 3, plan)
+    assert [number_of(batch) for batch in shared] == [0, 1, 2]
     assert number_of(jax.tree.map(lambda x: x + 1, batches[1])) is None
     assert number_of(BATCH) is None
-    del batches, loader
+    del batches, loader, positions, shared
     gc.collect()
     assert len(_numbers) == before
