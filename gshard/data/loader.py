@@ -420,8 +420,8 @@ def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
     if is_one or not isinstance(batches, Iterable):
         raise GShardError(
             f"global_batches(batches, plan): batches={shown(batches)} does not give batches one by "
-            "one. Pass an iterable, such as a list or a generator of them; for one batch use "
-            "gshard.shard_batch."
+            "one. Pass a list or a generator of them (a tuple of arrays is one batch); for one "
+            "batch use gshard.shard_batch."
         )
     return _numbered(batches, plan)
 
