@@ -44,10 +44,11 @@ def warn_of_coupled(tx: optax.GradientTransformation, params: Any, name: str) ->
     if wrong:
         warn(
             f"in {name} the result for one tensor depends on others{where}, and each parameter "
-            "group is updated by itself: a clip by the global norm is by the norm of one group. To "
-            "clip over all, clip between backward and step: clip = optax.clip_by_global_norm(1.0); "
-            "model.grads, _ = clip.update(model.grads, clip.init(None)). Or use one group, with "
-            "mask= of optax.adamw for weight decay."
+            "group is updated by itself, from its own gradients alone. If that is a clip by the "
+            "global norm, it is by the norm of one group. To clip over all, clip between backward "
+            "and step: clip = optax.clip_by_global_norm(1.0); model.grads, _ = "
+            "clip.update(model.grads, clip.init(None)). Or use one group, with mask= of "
+            "optax.adamw for weight decay."
         )
 
 
@@ -90,7 +91,7 @@ def _transform_of(eqn: Any) -> str:
     """Returns the name of the optax transformation whose update made an equation."""
     frames = getattr(eqn.source_info.traceback, "frames", [])
     for frame in frames:
-        outer, inside, _ = frame.function_name.partition(".<locals>.")
-        if inside and "update" in frame.function_name:
-            return outer
+        outer, _, last = frame.function_name.rpartition(".")
+        if outer and "update" in last:  # a function of a transformation, or a method
+            return outer.split(".<locals>")[0]
     return frames[0].function_name if frames else eqn.primitive.name

@@ -414,6 +414,18 @@ def test_groups_that_are_clipped_each_by_itself_are_warned_of():
     np.testing.assert_allclose(optax.tree.norm(moved), 0.1, rtol=1e-5)
 
 
+def test_groups_of_which_each_skips_by_itself_are_warned_of():
+    def whole_steps(learning_rate):
+        tx = optax.MultiSteps(
+            optax.sgd(learning_rate), 2, should_skip_update_fn=optax.skip_not_finite
+        )
+        return tx.gradient_transformation()
+
+    dp = gshard.pytorch.DataParallel(Net(), group=devices(3))
+    with pytest.warns(gshard.GShardWarning, match=r"in MultiSteps, .* gradients alone\. If that"):
+        ZRO([{"params": dp.first}, {"params": dp.last}], whole_steps, lr=1.0)
+
+
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("path", [(4, 2, 3), (1, 8), (3, 1)])
 def test_state_dicts_go_from_any_number_of_devices_to_any(partition, path, tmp_path):
