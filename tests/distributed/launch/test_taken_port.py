@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from gshard.distributed import rendezvous
+from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.launch.cli import request
 from gshard.distributed.launch.elastic import run_elastic
 from tests.hosts import until
@@ -46,4 +47,4 @@ def test_another_port_is_advised_while_it_waits(tmp_path, capsys, monkeypatch, c
             for connection in taken:
                 connection.close()
             launcher.join(20)
-    assert codes == [128 + signal.SIGTERM]
+    assert codes == [PREEMPTED_EXIT_CODE]
