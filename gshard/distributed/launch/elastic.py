@@ -70,29 +70,35 @@ class Member:
 
     def run(self) -> int:
         """Takes part until the job is over, or this machine leaves; returns the exit code."""
-        code, name = None, socket.gethostname()
-        hello = line_of({"gshard_form": form(self._asked), "name": name, "rank": self._asked.rank})
+        code = None
         try:
-            while code is None and not self._signals:
-                patience = Reminder(self._asked.start_timeout, self._signals)
-                who = f"the launcher of {name}"
-                joined = ask(self._at, hello, patience, who, _COORDINATOR, self._hint)
-                self._connection, welcome, self._received = joined
-                with self._connection:
-                    code = self._follow(welcome["machine"])
-                if code is None and not self._signals:
-                    say(f"gshard: {_COORDINATOR} is lost. Waiting for it to come back.")
-        except NotArrivedError:
-            if not self._signals:
-                raise
+            return (code := self._take_part())
         finally:
-            if code is None and self._signals:
-                code, said = Outcome([], self._signals[0], 0).summary
-                say(said)
             if self._events is not None:
                 self._events.write("exit", code=code)
                 self._events.close()
-        assert code is not None  # the loop ends with one, or by a signal
+
+    def _take_part(self) -> int:
+        name = socket.gethostname()
+        hello = line_of({"gshard_form": form(self._asked), "name": name, "rank": self._asked.rank})
+        while not self._signals:
+            patience = Reminder(self._asked.start_timeout, self._signals)
+            who = f"the launcher of {name}"
+            try:
+                joined = ask(self._at, hello, patience, who, _COORDINATOR, self._hint)
+            except NotArrivedError:
+                if self._signals:
+                    break
+                raise
+            self._connection, welcome, self._received = joined
+            with self._connection:
+                code = self._follow(welcome["machine"])
+            if code is not None:
+                return code
+            if not self._signals:
+                say(f"gshard: {_COORDINATOR} is lost. Waiting for it to come back.")
+        code, said = Outcome([], self._signals[0], 0).summary
+        say(said)
         return code
 
     def _follow(self, machine: int) -> int | None:
