@@ -49,14 +49,14 @@ class Window:
 
     def add(
         self,
-        info: Mapping[str, Any],
+        info: dict[str, Any],
         skips: tuple[Any, Any],
         examples: int | None,
         tokens: int | None,
         steps: int = 1,
     ) -> None:
         """Adds the scalars of a step, and those before it of which nothing else is known."""
-        self.infos.append(dict(info))
+        self.infos.append(info)
         self.skips.append(skips)
         self.steps += steps
         self.examples = _sum(self.examples, None if examples is None else examples * steps)

@@ -28,7 +28,7 @@ from gshard.distributed.launch.background_writer import background_output, say
 from gshard.distributed.launch.compilation_cache import OFF, VARIABLE
 from gshard.distributed.launch.elastic import JOIN_TIMEOUT, MAX_RESTARTS, run_elastic
 from gshard.distributed.launch.event_log import EventLog
-from gshard.distributed.launch.job import Outcome, Request, collected_signals, run_job
+from gshard.distributed.launch.job import Outcome, Request, collected_signals, run_job, told_to_stop
 from gshard.distributed.launch.restarts import Failure, Restarts
 from gshard.distributed.machines import Machines, check_batch_size, parse_machines
 from gshard.distributed.rendezvous import (
@@ -100,9 +100,7 @@ def _run(asked: Request, signals: list[int]) -> int:
     if isinstance(asked.master, Address) and not asked.rank:  # it may be the name of this machine
         await_name(asked.master.host, asked.start_timeout, signals)
         if signals:
-            code, said = Outcome([], signals[0], 0).summary
-            say(said)
-            return code
+            return told_to_stop(signals[0])
     if asked.elastic is not None and isinstance(asked.master, Address):
         return run_elastic(asked, asked.master, signals)
     began, count, restarts = time.monotonic(), 0, Restarts(asked.max_restarts)

@@ -12,7 +12,7 @@ from signal import SIGINT
 from gshard._util.errors import GShardError
 from gshard.distributed.launch.background_writer import say
 from gshard.distributed.launch.event_log import EventLog
-from gshard.distributed.launch.job import Outcome, Request
+from gshard.distributed.launch.job import Request, told_to_stop
 from gshard.distributed.launch.machine import TICK, Report, Start, form, notice_loss, run_start
 from gshard.distributed.launch.restarts import Restarts
 from gshard.distributed.line_server import LineServer, Peer
@@ -81,9 +81,7 @@ class Coordinator(LineServer):
         while True:
             chosen = self._gather()
             if self._signals:
-                code, said = Outcome([], self._signals[0], 0).summary
-                say(said)
-                return code, "machine 0 was told to stop"
+                return told_to_stop(self._signals[0]), "machine 0 was told to stop"
             start, port = self._begin(chosen)
             shared = self._signals, self._events, self, port
             outcome, own = run_start(self._asked, self._at.host, start, *shared)

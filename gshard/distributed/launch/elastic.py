@@ -18,7 +18,7 @@ from gshard.distributed.exit import PREEMPTED_EXIT_CODE
 from gshard.distributed.launch.background_writer import say
 from gshard.distributed.launch.coordinator import Coordinator
 from gshard.distributed.launch.event_log import EventLog
-from gshard.distributed.launch.job import Outcome, Request
+from gshard.distributed.launch.job import Request, told_to_stop
 from gshard.distributed.launch.machine import TICK, Start, form, notice_loss, run_start
 from gshard.distributed.messages import line_of
 from gshard.distributed.rendezvous import (
@@ -97,9 +97,7 @@ class Member:
                 return code
             if not self._signals:
                 say(f"gshard: {_COORDINATOR} is lost. Waiting for it to come back.")
-        code, said = Outcome([], self._signals[0], 0).summary
-        say(said)
-        return code
+        return told_to_stop(self._signals[0])
 
     def _follow(self, machine: int) -> int | None:
         """Does what the coordinator says; returns the exit code, or None once it is lost."""

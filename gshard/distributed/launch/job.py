@@ -19,6 +19,7 @@ from gshard._util.cgroup import contents
 from gshard._util.errors import GShardError
 from gshard.distributed import env_vars
 from gshard.distributed.exit import PREEMPTED_EXIT_CODE, STOP_SIGNALS
+from gshard.distributed.launch.background_writer import say
 from gshard.distributed.launch.compilation_cache import cache_variables
 from gshard.distributed.launch.event_log import EventLog, Status
 from gshard.distributed.launch.exit_status import End, first_cause, report
@@ -125,6 +126,13 @@ class Outcome(NamedTuple):
         if self.not_started:
             return f"gshard: {self.not_started}"
         return report(self.ends, self.memory_kills, f"{log_dir}/rank-*.log")
+
+
+def told_to_stop(number: int) -> int:
+    """Says that a signal came while no processes ran; returns the exit code of the launcher."""
+    code, said = Outcome([], number, 0).summary
+    say(said)
+    return code
 
 
 def run_job(
