@@ -70,7 +70,7 @@ class Nnx(Kind):
             fixed = [path for path, yes in zip(paths, trained, strict=True) if not yes]
             raise GShardError(
                 f"the parameters {some(fixed)} are not floating and have no gradient. Keep them in "
-                "a Variable that the optimizer's wrt= does not choose."
+                "a Variable that is not trained, such as a plain nnx.Variable."
             )
         return self
 

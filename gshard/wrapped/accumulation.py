@@ -396,7 +396,7 @@ class Accumulation:
             return self._of_loss.setdefault((loss_fn, local), known)
         check_closure(loss_fn, self.model)
         if self._find_unused and (loss_fn, not local) not in self._of_loss:
-            if unused := unused_params(loss_fn, self.plan.template[0], wrt, batch):
+            if unused := unused_params(loss_fn, self.plan, wrt, batch):
                 warn(f"the loss does not use {some(unused)}: their gradients are zero.")
         code = code_of(own_loss(loss_fn))
         kept = [own_loss(f) for f, at in self._of_loss if at == local]

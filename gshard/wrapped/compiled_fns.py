@@ -198,23 +198,13 @@ class Phases:
                 )
             return loss
 
-        plan, options = self.plan, StepOptions(accumulate="local", by_examples=True, **self.options)
+        plan, options = self.plan, StepOptions(accumulate="local", **self.options)
         parts = plan.kind.split_target(model, {})
         stage = GradientStage(plan.kind.loss(plain, (), parts.static), plan, options)
         sums, changed = stage.local(parts, batch, None, buffers)
         if buffers is None:
             plan.kind.absorb(model, parts, changed)
-
-        def mean(x: jax.Array) -> jax.Array:
-            return (x / sums.weight.reshape(-1, *(1,) * (x.ndim - 1))).astype(x.dtype)
-
-        means = dataclasses.replace(
-            sums,
-            grads=plan.kind.gradients(jax.tree.map(mean, sums.grads), model, {}),
-            loss=mean(sums.loss),
-            weight=jnp.ones_like(sums.weight),
-        )
-        return means, changed
+        return dataclasses.replace(sums, grads=plan.kind.gradients(sums.grads, model, {})), changed
 
 
 def update(model: Any, optimizer: Any, grads: Any, finite: jax.Array | None) -> None:
@@ -303,7 +293,7 @@ class OnModel:
             raise
         if changed:
             leaves = [changed.get(i, x) for i, x in enumerate(rest)]
-            nnx.update(model, jax.tree.unflatten(static[1], leaves))
+            nnx.update(model, jax.tree.unflatten(static[0], leaves)[1])
         return out
 
     def clear(self) -> None:
@@ -314,15 +304,17 @@ class OnModel:
         """Returns the function lowered for these arguments; nothing runs."""
         return self._jitted.lower(*self._split(model, fixed), *args)
 
-    def _split(self, model: nnx.Module, fixed: Any) -> tuple[tuple[Any, Any, Any], Any, list[Any]]:
+    def _split(self, model: nnx.Module, fixed: Any) -> tuple[tuple[Any, Any], Any, list[Any]]:
         """Returns what is static, the parameters, and the leaves of the rest."""
         graph, params, rest = nnx.split(model, self.wrt, ...)
-        leaves, structure = jax.tree.flatten(rest)
-        return (graph, structure, fixed), params, leaves
+        # A structure has a hash even where an attribute of the model, such as a list, has none.
+        leaves, structure = jax.tree.flatten((graph, rest))
+        return (structure, fixed), params, leaves
 
-    def _run(self, static: tuple[Any, Any, Any], params: Any, rest: Any, *args: Any) -> Any:
-        graph, structure, fixed = static
-        model = nnx.merge(graph, params, jax.tree.unflatten(structure, rest), copy=True)
+    def _run(self, static: tuple[Any, Any], params: Any, rest: Any, *args: Any) -> Any:
+        structure, fixed = static
+        graph, others = jax.tree.unflatten(structure, rest)
+        model = nnx.merge(graph, params, others, copy=True)
         out = self._fun(model, *args, *(() if fixed is None else (fixed,)))
         after = jax.tree.leaves(nnx.split(model, self.wrt, ...)[2])
         pairs = enumerate(zip(after, rest, strict=True))
@@ -374,16 +366,17 @@ def refuse_other_parameters(params: Any, plan: Plan, full: bool = False) -> None
         )
 
 
-def unused_params(loss_fn: LossFn, model: nnx.Module, wrt: Any, batch: Any) -> list[str]:
+def unused_params(loss_fn: LossFn, plan: Plan, wrt: Any, batch: Any) -> list[str]:
     """Returns the paths of the parameters (`wrt`) that `loss_fn(model, batch)` does not depend on.
 
-    `model` is abstract, in logical shapes.
+    The loss may communicate over the axes of the mesh, as a synchronized BatchNorm does.
     """
-    graph, params, rest = nnx.split(model, wrt, ...)
+    graph, params, rest = nnx.split(plan.template[0], wrt, ...)
 
-    def loss(params: Any, rest: Any) -> Any:
+    def loss(params: Any, rest: Any, batch: Any) -> Any:
         return loss_fn(nnx.merge(graph, params, rest, copy=True), batch)
 
-    jaxpr = jax.make_jaxpr(loss)(params, rest).jaxpr
+    axes = list(plan.mesh.shape.items())
+    jaxpr = jax.make_jaxpr(loss, axis_env=axes)(params, rest, batch).jaxpr
     used = frozenset().union(*inputs_used(jaxpr))
     return [path for i, path in enumerate(flatten(params)[0]) if i not in used]

@@ -137,8 +137,12 @@ def misfit(value: Any, shape: tuple[int, ...], dtype: Any) -> str:
         return "is not an array of numbers"
     if np.iscomplexobj(value) and not jnp.issubdtype(dtype, np.complexfloating):
         return "is complex"
-    if jnp.issubdtype(dtype, np.integer) and np.any(np.asarray(value, np.float64) % 1):
-        return f"has fractions, and {dtype} is wanted"
+    if jnp.issubdtype(dtype, np.integer):
+        limits = jnp.iinfo(dtype)
+        if np.any(np.asarray(value, np.float64) % 1):
+            return f"has fractions, and {dtype} is wanted"
+        if np.any((value < limits.min) | (value > limits.max)):
+            return f"has numbers that {dtype} has not"
     return "" if value.shape == shape else f"has shape {value.shape}, and {shape} is wanted"
 
 

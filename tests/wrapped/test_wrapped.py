@@ -343,3 +343,79 @@ def test_a_parameter_that_is_a_number_of_python():
         gshard.paddle.group_sharded_parallel(Net(), optax.sgd(0.1), "os")[0],
     ):
         np.testing.assert_array_equal(made(np.ones((8, 2), np.float32)), 2 * np.ones((8, 2)))
+
+
+def test_no_sync_computes_in_float16_with_the_scale_that_the_scaler_knows():
+    """A multiple of it, such as the number of examples, would overflow."""
+    model = gshard.pytorch.DistributedDataParallel(
+        nnx.Linear(4, 1, dtype=jnp.float16, rngs=nnx.Rngs(0)), process_group=three()
+    )
+
+    def scaled(model, x):
+        return 1024 * model(x).astype("f4").mean()
+
+    inputs = np.ones((3 * 128, 4), np.float32)
+    with model.no_sync():
+        model.backward(scaled, inputs)
+    model.backward(scaled, inputs)
+    for x in jax.tree.leaves(model.grads):
+        np.testing.assert_allclose(x, 2 * 1024.0)
+
+
+class Configured(nnx.Module):
+    """Keeps what has no hash, as models in PyTorch do."""
+
+    def __init__(self):
+        self.channels = [4, 4]
+        self.config = {"width": [7]}
+        self.out = nnx.Linear(7, 4, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.out(x) * len(self.channels)
+
+
+def test_a_model_may_have_attributes_without_a_hash():
+    model = gshard.pytorch.DistributedDataParallel(Configured(), process_group=three())
+    plain = nnx.value_and_grad(loss_fn)(Configured(), rows())
+    np.testing.assert_allclose(model.backward(loss_fn, rows()), plain[0], rtol=1e-6)
+    for x, y in zip(jax.tree.leaves(model.grads), jax.tree.leaves(plain[1]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(model(rows()), Configured()(rows()), rtol=1e-6)
+
+
+class Synchronized(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first, self.other = nnx.Linear(7, 4, rngs=rngs), nnx.Linear(7, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, axis_name="shard", rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.first(x))
+
+
+def test_unused_parameters_are_found_next_to_a_synchronized_norm():
+    model = gshard.paddle.DataParallel(Synchronized(), group=three(), find_unused_parameters=True)
+    with pytest.warns(gshard.GShardWarning, match=r"does not use other/bias, other/kernel"):
+        model.backward(loss_fn, rows())
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (2**32 + 5, "numbers that int32 has not"),
+        (-(2**31) - 1, "int32 has not"),
+        (1.5, "fractions"),
+    ],
+)
+def test_a_state_dict_does_not_wrap_integers(value, said):
+    class Counting(Net):
+        def __init__(self):
+            super().__init__()
+            self.calls = nnx.BatchStat(jnp.int32(3))
+
+    model = gshard.pytorch.DistributedDataParallel(Counting(), process_group=three())
+    values = {**model.state_dict(), "calls": np.asarray(value)}
+    with pytest.raises(gshard.GShardError, match=said):
+        model.load_state_dict(values)
+    model.load_state_dict({**values, "calls": np.int64(2**31 - 1)})
+    assert model.calls[...] == 2**31 - 1
