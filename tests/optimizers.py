@@ -208,6 +208,7 @@ OPTIMIZERS: dict[str, Factory] = {
     ),
     "factored adafactor": lambda: optax.adafactor(RATE, min_dim_size_to_factor=4),
     "lamb, masked decay": lambda: optax.lamb(RATE, weight_decay=0.1, mask=matrices),
+    "snapshot": lambda: optax.chain(optax.snapshot("norm", optax.tree.norm), optax.adam(RATE)),
     "lookahead": lambda: fast_alone(
         optax.lookahead(optax.adam(RATE), sync_period=2, slow_step_size=0.5)
     ),
@@ -232,6 +233,10 @@ UNSUPPORTED: dict[str, tuple[Factory, tuple[str, ...]]] = {
         lambda: contrib.differentially_private_aggregate(1.0, 1.0, key=jax.random.key(0)),
         ("one gradient per example",),
     ),
+    "monitor": (
+        lambda: optax.chain(optax.monitor({"norm": optax.tree.norm}), optax.adam(RATE)),
+        ("adds to its state", "0/measurements/norm"),
+    ),
 }
 
 # Parts of others, which take what an optimizer does not: they run inside those named.
@@ -243,7 +248,6 @@ NOT_OPTIMIZERS = {
     "scale_by_muon": "muon",
     "hutchinson_estimator_diag_hessian": "sophia",
     "measure_with_ema": "no update: it watches",
-    "snapshot": "no update: it watches",
 }
 
 # One of each kind, in two groups, each with its level: moments factored, by dimension or by leaf;

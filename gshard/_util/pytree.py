@@ -110,7 +110,13 @@ def differences(paths: Collection[str], known: Collection[str]) -> str:
     return f"missing {some(missing) or 'none'}; added {some(added) or 'none'}"
 
 
-def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
+_SAME_STATE = (
+    "Pass what gshard.shard_train_state returned, or make a new plan with it (and build the step "
+    "again)."
+)
+
+
+def same_leaves(tree: Any, known: Iterable[str], what: str, advice: str = _SAME_STATE) -> Any:
     """Checks that the leaves of `tree` have the paths `known`, in order; returns its structure."""
     paths, _, structure = flatten(tree)
     known = list(known)
@@ -125,9 +131,8 @@ def same_leaves(tree: Any, known: Iterable[str], what: str) -> Any:
                 "state.tx.init(state.params) makes a new optimizer state with them."
             )
         raise GShardError(
-            f"{what} not the tree that the plan was made for: {differences(paths, known)}. Pass "
-            "what gshard.shard_train_state returned, or make a new plan with it (and build the "
-            f"step again).{hint}"
+            f"{what} not the tree that the plan was made for: {differences(paths, known)}. "
+            f"{advice}{hint}"
         )
     return structure
 

@@ -155,7 +155,8 @@ class Budget:
             amounts = (m.wire_bytes, m.network_bytes)[: len(columns) - 1]
             sent.add_row(m.kind, m.purpose, elements, *map(bytes_of, amounts))
         title = f"level {self.level}: {self.group_size} devices in the shard group"
-        total = f"sent by one device in one step: {bytes_of(self.wire_bytes)}"
+        most = "at most " * any(m.at_most for m in self.communicated)
+        total = f"sent by one device in one step: {most}{bytes_of(self.wire_bytes)}"
         if self.nodes > 1:
             total += f", {bytes_of(self.network_bytes)} of this between {self.nodes} nodes"
         return [title, memory, sent, total, *products_table(self.products)]
@@ -187,6 +188,7 @@ def budget(
     loss_transfers: Iterable[LossTransfer] | None = (),
     devices_per_node: int | None = None,
     products: UpdateProducts | None = None,
+    forward_passes: int = 0,
 ) -> Budget:
     """Computes the memory and traffic of a step from a plan, without compiling anything.
 
@@ -204,6 +206,9 @@ def budget(
         host. By default JAX says so of GPUs and TPUs; CPU devices are one node.
       products: what an optimizer such as Muon computes, `plan.update_products`, which traces an
         update; `step.budget` has it.
+      forward_passes: number of forward passes over all micro-batches before the gradients. A loss
+        takes one for each sum over the batch that is computed from parameters, as a warning says;
+        `step.budget` has their number.
 
     Returns:
       A `Budget`, in bytes and elements per device.
@@ -225,6 +230,7 @@ def budget(
     micro_batches = check_integer("micro_batches", micro_batches, 1)
     how = accumulation(plan, micro_batches, accumulate)
     reshard = resharding(plan, reshard_after_forward)
+    check_integer("forward_passes", forward_passes, 0)
     nodes = nodes_of(plan.mesh, devices_per_node)
     # One device's view: it has only its shard over the model-parallel axes.
     stored, reduced, non_trainable = (
@@ -237,13 +243,15 @@ def budget(
         "optimizer": jax.tree.leaves(plan.layouts.opt_state),
         "non_trainable": non_trainable,
     }
+    passes = [(micro_batches, reshard), (micro_batches * forward_passes, False)]
     communicated = [
         traffic
         for s, r in zip(stored, reduced, strict=True)
-        for traffic in _traffic(s, r, micro_batches, how, reshard, nodes)
+        for traffic in _traffic(s, r, micro_batches, how, passes, nodes)
     ] + [
-        ("all-gather", "non_trainable", True, micro_batches, _gathers(x, reshard, nodes), False)
+        ("all-gather", "non_trainable", True, times, _gathers(x, kept, nodes), False)
         for x in non_trainable
+        for times, kept in passes
         if x.dim is not None
     ]
     if loss_transfers is None:  # an attribute of a step that was not traced yet
@@ -294,10 +302,13 @@ def _traffic(
     reduced: Layout,
     micro_batches: int,
     accumulate: str,
-    reshard: bool | int,
+    passes: Sequence[tuple[int, bool | int]],
     nodes: Nodes,
 ) -> Iterator[_Entry]:
-    """Yields the entries of one leaf's collectives."""
+    """Yields the entries of one leaf's collectives.
+
+    `passes` says how often a sharded parameter is gathered, and how it is resharded after that.
+    """
     sums = micro_batches if accumulate == "sync" else 1
     group = reduced.group
     if reduced.dim is None:
@@ -316,8 +327,10 @@ def _traffic(
     if stored.dim is None:
         yield "all-gather", "update", False, 1, _hops(reduced, stored, nodes), False
     else:
-        quantized, amounts = stored.gathered_as is not None, _gathers(stored, reshard, nodes)
-        yield "all-gather", "gather", True, micro_batches, amounts, quantized
+        quantized = stored.gathered_as is not None
+        for times, reshard in passes:
+            amounts = _gathers(stored, reshard, nodes)
+            yield "all-gather", "gather", True, times, amounts, quantized
 
 
 def _of_loss(transfer: LossTransfer, group: Group, micro_batches: int, nodes: Nodes) -> _Entry:
@@ -422,13 +435,18 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = T
     return plan.level.accumulate if accumulate == "level" else accumulate
 
 
-def largest_layer(plan: Plan) -> int:
-    """Returns the bytes of the largest gathered layer, of a scanned stack or a single array."""
+def largest_layer(plan: Plan, reshard_after_forward: bool | int = True) -> int:
+    """Returns the bytes of the largest gathered layer, of a scanned stack or a single array.
+
+    Without resharding after the forward pass those of all layers, which are then kept.
+    """
     layers: dict[str, int] = {}  # arrays of one stack are gathered together
-    for leaf in (x.local() for x in jax.tree.leaves(plan.params) if x.dim is not None):
+    kept = resharding(plan, reshard_after_forward) is False
+    leaves = jax.tree.leaves((plan.params, plan.non_trainable))
+    for leaf in (x.local() for x in leaves if x.dim is not None):
         name, count = leaf.path, 1
         if leaf.scan_dim is not None:
-            count = leaf.shape[leaf.scan_dim]
+            count = 1 if kept else leaf.shape[leaf.scan_dim]
             name = f"{leaf.path.split('/')[0]} {count}"
         layers[name] = layers.get(name, 0) + leaf.stored_size * leaf.dtype.itemsize // count
-    return max(layers.values(), default=0)
+    return sum(layers.values()) if kept else max(layers.values(), default=0)

@@ -163,6 +163,7 @@ class GradientStage:
     options: StepOptions
     name: str = "the loss"  # in messages
     loss_transfers: list[Transfer] = field(default_factory=list)  # after the first call
+    forward_passes: list[str] = field(default_factory=list)  # the same, see `with_sums`
 
     def reduced(
         self,
@@ -271,9 +272,8 @@ class GradientStage:
             finish = partial(reduce_micro_batch, plan=plan, accumulate=accumulate, options=options)
 
             def run() -> MicroBatchSums:
-                if OVERWRITTEN in inputs.non_trainable or (one.is_global and scale is not None):
-                    # fp8 statistics of gradients need gradients at the scale of a single device,
-                    # and sums over examples would overflow float16 where their mean does not
+                if OVERWRITTEN in inputs.non_trainable:
+                    # fp8 statistics of gradients need gradients at the scale of a single device
                     weight = total_weight(one, inputs)
                     if weight is not None:
                         weight = reduce_scalar(weight, group.axes)
@@ -284,6 +284,7 @@ class GradientStage:
             total = with_sums(one, inputs, run)
             one.refuse_unreached(self.name)
             self.loss_transfers[:] = one.transfers
+            self.forward_passes[:] = one.forward_passes
             own = (total.grads, total.loss, total.weight, total.aux)
             numbers = jax.tree.map(lambda x: x[0], numbers)
             result = end(own, order=one.order, scale=one.scale, numbers=numbers, seed=seed)

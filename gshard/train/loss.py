@@ -258,7 +258,11 @@ def _like_the_non_trainable(
                 "aux (has_aux=True)."
             )
         paths, old, structure = flatten(non_trainable[name])
-        same_leaves(tree, paths, f"what the loss returns as {name!r} is")
+        advice = (
+            "Return the new value of this field alone: of what model.apply(..., mutable=...) "
+            f"returned that is new[{name!r}]."
+        )
+        same_leaves(tree, paths, f"what the loss returns as {name!r} is", advice)
         for path, x, like in zip(paths, jax.tree.leaves(tree), old, strict=True):
             if jnp.shape(x) != like.shape or jnp.result_type(x) != like.dtype:
                 place = f"{name}/{path}" if path else name

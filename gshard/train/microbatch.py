@@ -103,6 +103,7 @@ class MicroBatchLoss:
             limit=most_gathered(plan, options.gather_limit),
         )
         self.inner_transfers: list[Transfer] = []
+        self.forward_passes: list[str] = []  # before the gradients, by what needs them
         # Those over which a loss is evaluated before it is over the examples.
         wide = (plan.group.kept, plan.group.experts), (SEQUENCE, plan.group.sequence)
         self.inner_axes: list[str] = [axis for axis, devices in wide if devices > 1]
@@ -205,7 +206,7 @@ class MicroBatchLoss:
 
         def prepare(jaxpr: Any, inputs: list[Any], trace: Callable[..., Any]) -> list[Any]:
             if self.global_batch.collects:
-                self._warn_of_forward_pass(jaxpr)
+                self._note_forward_pass(jaxpr)
             paths = dict(enumerate(names, n))  # by position among the inputs
             self.inner_transfers = [
                 transfer for axis in self.inner_axes for transfer in transfers_over(axis, jaxpr)
@@ -231,10 +232,11 @@ class MicroBatchLoss:
 
         return at, points, overwritten
 
-    def _warn_of_forward_pass(self, jaxpr: Any) -> None:
-        """Warns of a sum before the micro-batches that is computed from the parameters."""
+    def _note_forward_pass(self, jaxpr: Any) -> None:
+        """Notes, and warns of, a sum before the micro-batches that is computed from parameters."""
         read = [frozenset({i} if i < len(self.uses) else ()) for i in range(len(jaxpr.invars))]
         if any(inputs_used(jaxpr, read)):
+            self.forward_passes.append(self.global_batch.place)
             warn(
                 f"micro_batches={self.options.micro_batches}: {self.global_batch.place} needs a "
                 "sum over all micro-batches that is computed from the parameters, so the model "

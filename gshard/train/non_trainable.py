@@ -30,7 +30,9 @@ def non_trainable_layouts(non_trainable: dict[str, Any], plan: Plan) -> dict[str
         if layouts[name] is None:
             warn_of_padding(jax.tree.leaves(tree), name)
             layouts[name] = all_replicated(tree, plan.group)
-        same_leaves(tree, flatten(layouts[name])[0], f"{name} is")
+        structure = same_leaves(tree, flatten(layouts[name])[0], f"{name} is")
+        # In the user's containers: a FrozenDict may stand where the plan has a dict.
+        layouts[name] = structure.unflatten(jax.tree.leaves(layouts[name]))
     return layouts
 
 

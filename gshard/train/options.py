@@ -143,9 +143,15 @@ def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:
     """Refuses options that this plan does not support, and warns of those without effect."""
     accumulation(plan, options.micro_batches, options.accumulate, sync)
     resharding(plan, options.reshard_after_forward)
-    scaler = getattr(options, "scaler", None)
-    half = any(x.dtype == jnp.float16 for x in jax.tree.leaves(plan.params))
-    if half and scaler is None and isinstance(options, TrainStepOptions):
+    scaler, is_step = getattr(options, "scaler", None), isinstance(options, TrainStepOptions)
+    half = [x.path for x in jax.tree.leaves(plan.params) if x.dtype == jnp.float16]
+    if (alone := [path for path in half if path not in plan.master]) and is_step:
+        warn(
+            f"parameters are float16 without a float32 copy ({some(alone, 3)}): gradients below "
+            "6e-8 and small updates become 0, with a loss scale too. Give shard_train_state "
+            "float32 parameters and precision='float16', and the step scaler=gshard.GradScaler()."
+        )
+    elif half and scaler is None and is_step:
         warn(
             "parameters are float16 and scaler is None: small gradients become 0. Pass "
             "scaler=gshard.GradScaler(), or scaler=gshard.GradScaler(enable=False) if the loss is "
@@ -163,6 +169,11 @@ def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:
             f"sync_buffers=True changes nothing with loss_semantics={options.loss_semantics!r}: "
             "what the loss returns as new state is that of the whole batch, on every device. Leave "
             "it out, or pass loss_semantics='per_device'."
+        )
+    if options.gather_limit is not None and options.loss_semantics == "per_device":
+        warn(
+            "gather_limit= changes nothing with loss_semantics='per_device': gshard adds no "
+            "collective to such a loss. Leave it out."
         )
     if plan.gathers:
         return

@@ -36,6 +36,7 @@ class Stages:
     Attributes:
       scaler: that of the loss, unless it is turned off.
       loss_transfers: what the loss communicates in its forward pass; None before the first trace.
+      forward_passes: number of forward passes before the gradients, for sums over micro-batches.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Stages:
         given = options.scaler
         self.scaler: GradScaler | None = given if given is not None and given.enable else None
         self.loss_transfers: tuple[Transfer, ...] | None = None
+        self.forward_passes: int = 0
 
     def train_step(  # the name of the program in profiles
         self, leaves: list[Any], structure: Any, batch: Any, rng: Any, row: Any = None
@@ -85,6 +87,7 @@ class Stages:
         stage = GradientStage(loss, plan, options, self._name)
         result = stage.reduced(now, batch, rng, scale, row, parts.step)
         self.loss_transfers = tuple(stage.loss_transfers)
+        self.forward_passes = len(stage.forward_passes)
         updates = result.weight != 0
         if self._skip_nonfinite:
             updates = result.finite & updates

@@ -277,6 +277,7 @@ class TrainStep:
         names = ("micro_batches", "accumulate", "reshard_after_forward")
         given: dict[str, Any] = {name: getattr(self.options, name) for name in names}
         given["products"] = self.plan.update_products
+        given["forward_passes"] = self._stages.forward_passes
         return budget(self.plan, **given, loss_transfers=self.loss_transfers or ())
 
     def __deepcopy__(self, _: dict[int, Any]) -> TrainStep:

@@ -376,6 +376,7 @@ class Counted(TrainState):
         ({"n": jnp.zeros(4)}, ("stats/n", "float32[4]", "float32[3]")),
         ({"n": jnp.zeros(3, jnp.bfloat16)}, ("stats/n", "bfloat16[3]", "float32[3]")),
         ({"n": jnp.zeros(3), "m": jnp.zeros(3)}, ("'stats'", "added m")),
+        ({"stats": {"n": jnp.zeros(3)}}, ("added stats/n", "new['stats']")),
     ],
 )
 def test_mutable_fields_that_change(new, parts, micro_batches):
@@ -394,3 +395,11 @@ def test_mutable_fields_that_change(new, parts, micro_batches):
     with refused(*parts):
         make(new)(state, batch())
     make({"n": jnp.ones(3)})(state, batch())
+
+
+@pytest.mark.parametrize("scaler", [None, gshard.GradScaler()], ids=["no scaler", "scaler"])
+def test_float16_parameters_without_a_copy_are_warned_of(scaler):
+    pair = ({"w": jnp.ones((8, 8), jnp.float16)}, optax.sgd(0.1))
+    _, plan = gshard.shard_train_state(pair, gshard.make_mesh(), "os", min_shard_size=0)
+    with pytest.warns(gshard.GShardWarning, match=r"without a float32 copy \(w\)"):
+        gshard.make_train_step(lambda p, x: (x @ p["w"]).mean(), plan, scaler=scaler)

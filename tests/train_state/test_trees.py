@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,7 @@ def loss_of(model):
     return loss
 
 
+@pytest.mark.filterwarnings("ignore:parameters are float16")  # "mixed"
 @pytest.mark.parametrize(
     ("name", "level"),
     quick(
@@ -136,3 +138,37 @@ def test_every_kind_of_tree_trains_as_on_one_device(name, level):
         gathered = sum(2 * x.stored_size for x in jax.tree.leaves(plan.params) if x.dim is not None)
         assert audit.elements("all-gather") <= gathered
         assert audit.elements("reduce-scatter") == gathered // 2
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_field_may_be_in_another_container_than_when_it_was_sharded(micro_batches):
+    """A FrozenDict for a dict, and a tuple for a list, as some files bring them back."""
+    start = State.create(
+        apply_fn=None,
+        params={"w": jnp.ones((7, 13))},
+        tx=optax.sgd(0.1),
+        batch_stats={"mean": [jnp.ones(7), jnp.zeros(3)]},
+    )
+
+    def loss(p, b, *, batch_stats):
+        mean, other = batch_stats["mean"]
+        new = flax.core.freeze({"mean": (0.9 * mean + 0.1 * b["x"].mean(0), other)})
+        return (((b["x"] - mean) @ p["w"]) ** 2).mean(), {"batch_stats": new}
+
+    mesh = gshard.make_mesh(devices=jax.devices()[:DEVICES])
+    results = []
+    for moved in (False, True):
+        state, plan = gshard.shard_train_state(start, mesh, "os", min_shard_size=4)
+        step = gshard.make_train_step(
+            loss, plan, mutable="batch_stats", micro_batches=micro_batches
+        )
+        if moved:
+            stats = flax.core.freeze({"mean": tuple(state.batch_stats["mean"])})
+            state = state.replace(batch_stats=stats)
+        for i in range(2):
+            state, metrics = step(state, rows(i))
+        results.append((metrics["loss"], jax.tree.leaves(state.batch_stats)))
+        assert jax.tree.structure(state.batch_stats) == jax.tree.structure(
+            stats if moved else start.batch_stats
+        )
+    jax.tree.map(np.testing.assert_array_equal, *results)

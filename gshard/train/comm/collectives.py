@@ -1,7 +1,7 @@
 """The collectives of parameters and gradients: all-gather, reduce-scatter, all-reduce.
 
-Those of a loss are in `examples`, the all-to-alls of quantized gradients in `quantized`, and those
-of an optimizer's matrices in `owners`; no other module calls one.
+Those of a loss are in `examples` and in `gshard.sequence.collectives`, the all-to-alls of quantized
+gradients in `quantized`, and those of an optimizer's matrices in `owners`.
 
 All functions run inside a `shard_map` over the data axes. A shard group of several mesh axes is
 gathered minor to major and scattered major to minor, one ring of a torus after the other; the other

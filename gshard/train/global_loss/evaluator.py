@@ -64,13 +64,13 @@ class GlobalEvaluator(Conversions):
       gathers: how many equations were decided to need all examples of an operand.
       statistics: whether the backward pass of a `custom_vjp` may return a statistic of a
         micro-batch, of which the largest is taken (fp8).
-      own_gradients: whether the loss has backward passes that the user wrote.
+      divides_first: whether to divide by the loss's weight before the gradient is taken.
       returned: of the results of the last body, whether they are statistics.
     """
 
     gathers: int = 0
     statistics: bool = False
-    own_gradients: bool = False
+    divides_first: bool = False
     returned: list[bool]
     _takes_statistics: bool = False
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from gshard._util.arrays import at_least_float32, wide_dtype
 from gshard._util.errors import GShardError, warn
-from gshard._util.jaxpr import CUSTOM_VJP, abstract, abstract_like, primitives
+from gshard._util.jaxpr import CUSTOM_VJP, abstract, abstract_like, all_equations, primitives
 from gshard._util.jaxpr_dataflow import inputs_used
 from gshard.sharding.group import Group
 from gshard.sharding.topology import SEQUENCE
@@ -155,7 +156,7 @@ class GlobalBatch:
         others = self.group.devices // self.shards if weight is None else 1
         if weight is None and total.quotient is not None and not averaged:
             total, weight = total.quotient
-        if weight is not None and examples is None and not averaged and evaluator.own_gradients:
+        if weight is not None and examples is None and not averaged and evaluator.divides_first:
             axes = [x for x in self.group.axes if own_weight and x not in self.axes]
             total, weight = _divided(evaluator, total, weight, axes)
             others = self.group.devices // self.shards
@@ -238,7 +239,10 @@ def evaluate_loss(
         Value(place, v.aval, x, depends=depends)
         for v, (x, place, depends) in zip(jaxpr.invars, leaves, strict=True)
     ]
-    evaluator.own_gradients = CUSTOM_VJP in primitives(jaxpr)
+    results = (x for eqn in all_equations(jaxpr) for x in eqn.outvars)
+    evaluator.divides_first = CUSTOM_VJP in primitives(jaxpr) or any(
+        getattr(x.aval, "dtype", None) == jnp.float16 for x in chain(jaxpr.invars, results)
+    )
     found = evaluator.evaluate(jaxpr, consts, values)
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
 
@@ -277,8 +281,9 @@ def _divided(
     """Returns total / weight with weight 1, or with weight 0 if the weight is 0.
 
     A user's backward pass may not be linear, such as one that clips: it must receive the gradient
-    of the loss, and not that of a sum which is divided later. `axes` are those over which the
-    weight has not been summed yet.
+    of the loss, and not that of a sum which is divided later. And the gradient of a sum may
+    overflow float16 where that of the mean does not. `axes` are those over which the weight has not
+    been summed yet.
     """
     weight = replace(weight, depends=False)  # it is not differentiated
     divisor = jax.lax.stop_gradient(at_least_float32(evaluator.convert(weight, REPLICATED)))

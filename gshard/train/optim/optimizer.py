@@ -192,7 +192,8 @@ def _update_shards(
     the parameters. `record` gets what is known of its matrix products, if it has any.
     """
     reduced = jax.tree.leaves(plan.grads)
-    same_leaves(grads, (layout.path for layout in reduced), "the gradients are")
+    paths, advice = (x.path for x in reduced), "Pass gradients like those of gshard.value_and_grad."
+    same_leaves(grads, paths, "the gradients are", advice)
     logical = logical_grads(grads, plan)
     own, structure = local_shards(params, state.master, plan)
     if plan.precision is not None:  # the optimizer computes in the dtype of what it updates
@@ -249,7 +250,15 @@ def _check_results(updates: Any, inner: Any, plan: Plan) -> None:
         (inner, plan.decoded_opt_state, "the state that the optimizer returns is"),
     ):
         planned = jax.tree.leaves(layouts)
-        same_leaves(tree, (layout.path for layout in planned), name)
+        known = [layout.path for layout in planned]
+        advice = "Return updates and a state like those that init and the gradients have."
+        if tree is inner and {*known} < {*flatten(inner)[0]}:
+            advice = (
+                "The optimizer's update adds to its state, as optax.monitor does in its first "
+                "update, and a plan has what init makes. Let init make it too, or call "
+                "shard_train_state with a state that has been updated once."
+            )
+        same_leaves(tree, known, name, advice)
         for x, layout in zip(jax.tree.leaves(tree), planned, strict=True):
             if jnp.shape(x) != layout.shape:
                 _refuse_other_state(plan)

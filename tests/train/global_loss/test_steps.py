@@ -458,3 +458,46 @@ def test_losses_that_were_refused_or_wrong(loss, k):
         gshard.full_params(new)["w"], start["w"] - 0.1 * grads["w"], rtol=1e-4, atol=1e-6
     )
     assert all(x.kind == "sum" for x in step.loss_transfers)
+
+
+@pytest.mark.filterwarnings("ignore:micro_batches=.* runs forward once more")
+def test_the_budget_has_the_forward_passes_before_the_gradients():
+    def loss(p, b):
+        def layer(h, w):
+            return jnp.tanh(h @ w), None
+
+        h = jax.lax.scan(jax.checkpoint(layer), b["x"], p["w"])[0]
+        fractions = jax.nn.one_hot(h.argmax(-1), INPUTS).mean(0)
+        return jnp.square(h).mean() + (fractions * jax.nn.softmax(h).mean(0)).sum()
+
+    pair = ({"w": jnp.full((3, INPUTS, INPUTS), 0.1)}, optax.sgd(0.1))
+    state, plan = gshard.shard_train_state(
+        pair, mesh_of(4, 1), "p_g_os", min_shard_size=16, scan_axes={"w": 0}
+    )
+    step = gshard.make_train_step(loss, plan, micro_batches=4)
+    found = gshard.audit(step, state, batch(0, 48))
+    assert found.exceeded == ()
+    gathered = found.elements("all-gather")
+    assert gathered == step.budget.elements("all-gather")
+    # Forward and backward pass, and one more forward pass.
+    assert 2 * gathered == 3 * gshard.budget(plan, micro_batches=4).elements("all-gather")
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_masked_mean_in_float16_does_not_overflow_as_its_sum_would(micro_batches):
+    """With a loss scale of the user's own: the gradient of the sum is not in float16's range."""
+
+    def loss(p, b):
+        h = (b["x"].astype(jnp.float16) @ p["w"].astype(jnp.float16)).astype(jnp.float32)
+        return 2.0**14 * (jnp.abs(h).sum(1) * b["mask"]).sum() / b["mask"].sum()
+
+    mesh = mesh_of(4, 1)
+    pair = ({"w": jnp.ones((INPUTS, HIDDEN))}, optax.sgd(1.0))
+    state, plan = gshard.shard_train_state(pair, mesh, "os_g", min_shard_size=16)
+    rows = batch(0, 4 * 64)
+    rows["mask"][:] = 1
+    step = gshard.make_train_step(loss, plan, micro_batches=micro_batches)
+    state, metrics = step(state, rows)
+    wanted = jax.grad(loss)(pair[0], rows)["w"]
+    assert metrics["skipped_steps"] == 0
+    np.testing.assert_allclose(1 - plan.unwrap(state).params["w"], wanted, rtol=1e-2, atol=20)

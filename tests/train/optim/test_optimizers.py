@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 
 import gshard
 from tests.optimizers import KINDS, NOT_OPTIMIZERS, OPTIMIZERS, RATE, UNSUPPORTED, fast_alone
@@ -261,7 +262,8 @@ def test_whatever_has_init_and_update_is_an_optimizer(make):
 def makes_a_transformation(f: Any) -> bool:
     """By its annotation, or its docstring where it has none, as optax.contrib.dog."""
     said = inspect.signature(f).return_annotation
-    return "Transformation" in str(f.__doc__ if said is inspect.Signature.empty else said)
+    said = f.__doc__ if said is inspect.Signature.empty else said
+    return "transformation" in str(said).lower()
 
 
 def test_no_optimizer_of_optax_is_forgotten():
@@ -319,3 +321,14 @@ def test_what_cannot_be_supported_says_why(name):
     with pytest.raises(gshard.GShardError) as error:
         gshard.make_train_step(loss, plan)(state, batch(0))
     assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_an_optimizer_whose_update_adds_to_its_state_trains_from_an_updated_one():
+    tx = UNSUPPORTED["monitor"][0]()
+    zeros = jax.tree.map(jnp.zeros_like, params())
+    after = tx.update(zeros, tx.init(params()), params())[1]
+    start = TrainState(step=0, apply_fn=None, params=params(), tx=tx, opt_state=after)
+    state, plan = gshard.shard_train_state(start, gshard.make_mesh(), "os", min_shard_size=16)
+    state, metrics = gshard.make_train_step(loss, plan)(state, batch(0))
+    norm = plan.unwrap(state).opt_state[0].measurements["norm"]
+    np.testing.assert_allclose(norm, metrics["grad_norm"], rtol=1e-5)
