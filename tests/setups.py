@@ -29,6 +29,21 @@ def mlp(width: int = 256, layers: int = 3, precision: str | None = None) -> gsha
     return gshard.TrainSetup(init, loss, jax.ShapeDtypeStruct((1, width), jnp.float32), shard)
 
 
+def quantized(width: int = 256, layers: int = 3) -> gshard.TrainSetup:
+    """That of `mlp`, which sends its gradients in 8 bits."""
+    return dataclasses.replace(mlp(width, layers), shard={"wire": "int8"})
+
+
+def contrastive(width: int = 256, layers: int = 3) -> gshard.TrainSetup:
+    """That of `mlp`, with the products of all pairs of examples in its loss."""
+    setup = mlp(width, layers)
+
+    def loss(params, x):
+        return setup.loss_fn(params, x) + jax.nn.logsumexp(x @ x.T, axis=1).mean()
+
+    return dataclasses.replace(setup, loss_fn=loss)
+
+
 def adapters(width: int = 1024, layers: int = 4) -> gshard.TrainSetup:
     """Small ones are trained, next to large layers that are frozen."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -90,12 +91,15 @@ def audit(
     plan = getattr(step, "plan", None) if plan is None else plan
     budget = getattr(step, "budget", None) if budget is None else budget
     mesh = _mesh_of(compiled, args) if plan is None else plan.mesh
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
+    platform = jax.default_backend() if mesh is None else ""
+    if isinstance(mesh, Mesh):
+        platform = mesh.devices.flat[0].platform
     memory = compiled_memory(compiled, platform)
     transfers = getattr(step, "loss_transfers", None) or ()
     nodes = None if mesh is None else nodes_of(mesh, devices_per_node)
     program = read_program(text)
-    rows = collective_rows(program, mesh, nodes)
+    model_axes = {} if plan is None else dict(plan.group.model_axes)
+    rows = collective_rows(program, mesh, nodes, model_axes)
     count = 1 if nodes is None else nodes.count
     return Audit(rows, memory, budget, transfers, count, program.flops)
 
@@ -123,9 +127,15 @@ def compiled_memory(compiled: Any, platform: str = "") -> dict[str, int]:
 
 
 def collective_rows(
-    program: CompiledProgram, mesh: Mesh | AbstractMesh | None, nodes: Nodes | None = None
+    program: CompiledProgram,
+    mesh: Mesh | AbstractMesh | None,
+    nodes: Nodes | None = None,
+    model_axes: Collection[str] = (),
 ) -> tuple[CollectiveRow, ...]:
-    """Returns the collectives of a compiled program, as in `Audit.collectives`."""
+    """Returns the collectives of a compiled program, as in `Audit.collectives`.
+
+    `model_axes` are the user's model-parallel axes: what XLA adds over them is for their layouts.
+    """
     grouped: dict[tuple[Any, ...], list[Collective]] = {}
     for combined in program.collectives:
         if combined.group_size == 1:
@@ -135,6 +145,8 @@ def collective_rows(
         axes = _axes(combined, mesh)
         for array, op_name in zip(combined.operands, combined.op_names, strict=True):
             purpose = _purpose(combined.kind, op_name)
+            if purpose == "compiler" and axes and set(axes) <= set(model_axes):
+                purpose = "user"
             key = (
                 _kind(combined.kind, purpose),
                 axes,

@@ -18,6 +18,7 @@ from gshard._util.validation import shown
 from gshard.analysis.explain_report import Explanation, Measured, OtherArrays, StateArray, StateCopy
 from gshard.analysis.forecast import level_forecast
 from gshard.analysis.setup import Choices
+from gshard.sharding.budget import budget
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import HOST, Layout
 from gshard.sharding.level import LEVELS
@@ -27,6 +28,10 @@ from gshard.sharding.validate import refuse_donated, refuse_traced
 from gshard.train_state import OVERWRITTEN
 
 _MICRO_BATCHES = (1, 2, 4, 8)  # for the table of bytes sent
+_WAYS: dict[str, dict[str, Any]] = {  # to accumulate gradients, and to keep gathered parameters
+    **{name: {"accumulate": name} for name in ("level", "local", "scatter", "sync")},
+    "kept": {"reshard_after_forward": False},
+}
 _NAMES = {"params": "parameters", "opt_state": "optimizer state", "non_trainable": "non_trainable"}
 
 
@@ -70,7 +75,7 @@ def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> 
     check_state(state, plan, "explain(state, plan)")
     choices = Choices(micro_batches=micro_batches)
     sent = {
-        k: level_forecast(plan, Choices(micro_batches=k))
+        k: {name: budget(plan, micro_batches=k, **ways).wire_bytes for name, ways in _WAYS.items()}
         for k in sorted({*_MICRO_BATCHES, micro_batches})
     }
     parts = plan.kind.split(state)
@@ -82,14 +87,14 @@ def explain(state: Any, plan: Plan | None = None, *, micro_batches: int = 1) -> 
     plans, impossible = _other_levels(plan)
     return Explanation(
         level=plan.level.name,
-        devices=plan.group.devices,
+        devices=plan.mesh.size,
         group_size=plan.group.size,
         leaves=state_arrays(plan, plans),
         planned=plan.bytes_per_device,
         measured=None if abstract else _measure(parts, plan),
         levels={name: level_forecast(other, choices) for name, other in plans.items()},
         impossible=impossible,
-        wire={k: {"level": found.wire, **found.wire_by_flavour} for k, found in sent.items()},
+        wire=sent,
         micro_batches=micro_batches,
     )
 

@@ -208,10 +208,12 @@ _MOST = 10  # rows of other live arrays, and of differences from the plan
 
 def explanation_text(found: Explanation, most: int | None) -> str:
     """The largest arrays, the live bytes, all levels, and short answers."""
-    parts = ", ".join(f"{name} {bytes_of(n)}" for name, n in found.planned.items())
+    parts = ", ".join(f"{k} {bytes_of(n)}" for k, n in found.planned.items() if k != "host")
+    host = found.planned["host"]
     title = (
         f"level {found.level} on {found.devices} devices, shard groups of {found.group_size}: "
         f"{bytes_of(found.stored)} stored on each ({parts})"
+        + (f", {bytes_of(host)} for each on the host" if host else "")
     )
     blocks: list[Table | str] = [title, "", _arrays_table(found, most), *_live_blocks(found)]
     blocks += [_levels_table(found), _wire_table(found), "Answers", *_answers(found)]
@@ -295,7 +297,7 @@ def _levels_table(found: Explanation) -> Table:
     made = text_table(
         f"The same state at every level, bytes on one device ({several} in a step)",
         ("level",),
-        ("stored", "saves", "gradients", "largest layer gathered", "host", "sent for the state"),
+        ("stored", "saves", "gradients", "largest layer gathered", "host", "sent at most"),
     )
     labels = {found.level: f"{found.level} (now)"}
     for name, x in found.levels.items():
@@ -307,7 +309,7 @@ def _levels_table(found: Explanation) -> Table:
 def _wire_table(found: Explanation) -> Table:
     first = next(iter(found.wire.values()))
     return text_table(
-        "Sent by one device in one step for parameters and gradients at level "
+        "Sent at most by one device in one step for parameters and gradients at level "
         f"{found.level}, by way to accumulate",
         ("micro-batches",),
         ("as the level says", *list(first)[1:]),

@@ -33,7 +33,7 @@ from gshard.analysis.setup import (
     step_of,
     without_arrays,
 )
-from gshard.sharding.budget import Budget, budget, largest_layer
+from gshard.sharding.budget import budget, largest_layer
 from gshard.sharding.level import LEVELS, parse_levels
 from gshard.sharding.nodes import nodes_of
 from gshard.sharding.plan import Plan
@@ -66,7 +66,8 @@ def forecast(
 
     Nothing is initialized or compiled, and no device is needed. Layouts and traffic follow from
     shapes alone, in milliseconds; activations from a trace of the step, in a second or two for each
-    level.
+    level. On a mesh with model-parallel axes nothing is traced: XLA decides what each device of
+    these computes and sends.
 
     Args:
       model: a `gshard.TrainSetup`, the name `module:function` of a function that returns one, or a
@@ -146,13 +147,12 @@ def forecast(
         state, plan = sharded_setup(setup, devices, name, choices)
         batch = batch_bytes(setup, plan, choices)
         level = level_forecast(plan, choices, batch, devices_per_node)
-        if activations and setup.loss_fn is not None:
+        if activations and setup.loss_fn is not None and not plan.group.model_axes:
             where = platform or here, devices_per_node
             seen = footprint_of(setup, state, plan, choices, *where)
             level = dataclasses.replace(
                 level,
                 peak=seen.peak,
-                largest=seen.largest,
                 wire=seen.wire_bytes,
                 network=seen.network_bytes,
             )
@@ -195,7 +195,12 @@ def forecast_config(
     )
     if target is None:
         return found
-    return dataclasses.replace(found, target=target.text, usable=target.memory)
+    return dataclasses.replace(
+        found,
+        target=target.text,
+        usable=target.memory,
+        host_usable=int(target.chip.host_memory),
+    )
 
 
 def abstract_mesh(
@@ -218,24 +223,14 @@ def abstract_mesh(
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
-# Ways to accumulate gradients and to keep gathered parameters: arguments of `make_train_step`.
-FLAVOURS: dict[str, dict[str, Any]] = {
-    **{name: {"accumulate": name} for name in ("local", "scatter", "sync")},
-    "kept": {"reshard_after_forward": False},
-}
-
-
 def level_forecast(
     plan: Plan, choices: Choices, batch: int = 0, devices_per_node: int | None = None
 ) -> LevelForecast:
     """Returns the forecast of a plan's level, with `batch` bytes of examples on one device."""
-
-    def budgeted(**flavour: Any) -> Budget:
-        return budget(plan, **{**choices.of_step, **flavour}, devices_per_node=devices_per_node)
-
     if devices_per_node is not None:  # the mesh of a plan may have no devices that say it
-        refuse_mixed_axes(plan.grads, nodes_of(plan.mesh, devices_per_node))
-    this = budgeted()
+        named = "wire= or scatter_dtype="
+        refuse_mixed_axes(plan.grads, nodes_of(plan.mesh, devices_per_node), named)
+    this = budget(plan, **choices.of_step, devices_per_node=devices_per_node)
     step = sum(x.bytes_per_device for x in jax.tree.leaves(plan.layouts.step))
     return LevelForecast(
         params=this.resident["params"],
@@ -244,10 +239,9 @@ def level_forecast(
         non_trainable=this.resident["non_trainable"],
         host=sum(this.host.values()),
         batch=batch,
-        gathered=largest_layer(plan),
+        gathered=largest_layer(plan, choices.reshard_after_forward),
         wire=this.wire_bytes,
         network=this.network_bytes,
-        wire_by_flavour={name: budgeted(**kwargs).wire_bytes for name, kwargs in FLAVOURS.items()},
     )
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from gshard._util.errors import GShardError
 from gshard._util.html import html_of
 from gshard._util.text import bytes_of, count_of, text_of, text_table
-from gshard.analysis.memory.footprint import MARGIN, TracedBuffer
+from gshard.analysis.memory.footprint import MARGIN
 from gshard.analysis.setup import Choices
 from gshard.sharding.level import parse_level
 from gshard.sharding.plan import Plan
@@ -28,17 +28,14 @@ class LevelForecast:
       non_trainable: frozen parameters, batch statistics, averaged parameters.
       host: how much of these is in the host's memory.
       batch: the examples of one step.
-      gathered: the largest layer of all-gathered parameters; 0 if parameters are replicated.
+      gathered: the largest layer of all-gathered parameters, or all of them where the forward pass
+        keeps them; 0 if parameters are replicated.
       wire: sent in one step by the traced program. If it was not traced, an upper bound of what is
-        sent of parameters and gradients: a loss that sends activations over a sequence or an expert
-        axis sends more.
+        sent of parameters and gradients: activations over a sequence, an expert or a model-parallel
+        axis are sent in addition.
       network: how much of this goes to other nodes: the mean over the devices of a node.
-      wire_by_flavour: upper bounds of what is sent in one step, for every way to accumulate
-        gradients (`local`, `scatter`, `sync`), and with gathered parameters kept for the backward
-        pass (`kept`).
       peak: estimated peak of device memory during a step, +-20 %, from its trace; None if it was
         not traced.
-      largest: the largest arrays at the peak, largest first.
 
     Example:
       >>> setup = gshard.TrainSetup((params, tx), loss_fn, batch, shard={"min_shard_size": 0})
@@ -56,9 +53,7 @@ class LevelForecast:
     gathered: int
     wire: int
     network: int
-    wire_by_flavour: dict[str, int]
     peak: int | None = None
-    largest: tuple[TracedBuffer, ...] = ()
 
     @property
     def stored(self) -> int:
@@ -93,6 +88,7 @@ class Forecast:
       plans: plans by name of the level.
       target: name of the machine, if it is known.
       usable: bytes of one device's memory that programs can use, if they are known.
+      host_usable: bytes of its host's memory for each device, if they are known.
       nodes: number of nodes, whose devices share fast links (NVLink, or those of a TPU slice).
       sequence: devices that share the sequence of an example.
       experts: devices of the axis that parameters are kept on; 1 if none are.
@@ -114,12 +110,13 @@ class Forecast:
     plans: dict[str, Plan] = field(repr=False, compare=False)
     target: str | None = None
     usable: int | None = None
+    host_usable: int | None = None
     nodes: int = 1
     sequence: int = 1
     experts: int = 1
 
     def fits(self, level: str) -> bool | None:
-        """Whether a level fits a device's memory; None if that is not known.
+        """Whether a level fits the memory of a device and its host; None if that is not known.
 
         The peak is an estimate, +-20 %: a level fits if 1.2 times its estimate does. None if the
         device is unknown, or if the step was not traced and fits without activations.
@@ -133,6 +130,8 @@ class Forecast:
                 f"level {name} was not forecast, only {', '.join(self.levels)}: add it to levels=."
             )
         of = self.levels[name]
+        if self.host_usable is not None and of.host > self.host_usable:
+            return False
         if self.usable is None or (of.peak is None and of.needs <= self.usable):
             return None
         return (of.needs if of.peak is None else MARGIN * of.peak) <= self.usable
@@ -140,7 +139,7 @@ class Forecast:
     def as_dict(self) -> dict[str, Any]:
         """Everything but the plans as dicts, tuples, strings and numbers, ready for JSON."""
         names = ("parameters", "devices", "replica", "sequence", "experts")
-        names += ("target", "usable", "nodes")
+        names += ("target", "usable", "host_usable", "nodes")
         return {name: getattr(self, name) for name in names} | {
             "choices": dataclasses.asdict(self.choices),
             "levels": {
@@ -163,9 +162,7 @@ def _report(found: Forecast) -> list[Table | str]:
         f"{count_of(found.parameters)} parameters on {found.devices} devices{axes_of(found)}; a "
         f"step of {found.choices.examples(found.sequence)}"
     )
-    traced = all(level.peak is not None for level in found.levels.values())
-    bound = "at most" if found.sequence * found.experts == 1 else "at most, without activations"
-    columns = {"sent" if traced else bound: "wire"}
+    columns = {sent_column(found): "wire"}
     if found.nodes > 1:
         columns[f"between {found.nodes} nodes"] = "network"
     wire = text_table(
@@ -183,7 +180,21 @@ def _report(found: Forecast) -> list[Table | str]:
 def axes_of(found: Forecast) -> str:
     """Readable axes of the mesh but the one that is always there, after a comma."""
     replicas = f", {found.replica:,} replicas of the sharded state" if found.replica > 1 else ""
-    return replicas + (f", experts kept on an axis of {found.experts}" * (found.experts > 1))
+    model = [f", {size:,} along {name!r}" for name, size in _model_axes(found)]
+    experts = f", experts kept on an axis of {found.experts}" * (found.experts > 1)
+    return "".join([replicas, *model, experts])
+
+
+def sent_column(found: Forecast) -> str:
+    """Heading of what a step sends: what was traced, or what the bound of an untraced step is."""
+    if all(level.peak is not None for level in found.levels.values()):
+        return "sent"
+    others = found.sequence * found.experts > 1 or _model_axes(found)
+    return "sent at most, without activations" if others else "sent at most"
+
+
+def _model_axes(found: Forecast) -> tuple[tuple[str, int], ...]:
+    return next(iter(found.plans.values())).group.model_axes
 
 
 def about(peak: float) -> str:
@@ -200,7 +211,7 @@ def _memory_table(found: Forecast) -> Table:
         "optimizer": "optimizer",
         "non_trainable": "non_trainable",
         "batch": "batch",
-        "layer gathered": "gathered",
+        "gathered": "gathered",
         **(
             {"activations": "activations", "peak": "peak"}
             if all(x.peak is not None for x in levels)
@@ -213,6 +224,8 @@ def _memory_table(found: Forecast) -> Table:
     title, known = "Memory of one device", found.usable is not None
     if found.usable is not None:
         title += f"; {found.target} has {bytes_of(found.usable)} for programs"
+        if found.host_usable is not None and any(x.host for x in levels):
+            title += f", and {bytes_of(found.host_usable)} on the host"
     made = text_table(title, ("level",), (*amounts, *(("forecast",) if known else ())))
     for name, *row in zip(found.levels, *amounts.values(), strict=True):
         said = {True: "fits", False: "does not fit", None: "not known"}[found.fits(name)]

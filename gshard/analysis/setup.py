@@ -134,11 +134,13 @@ def batch_of(setup: TrainSetup, plan: Plan, choices: Choices) -> Any:
 
     def with_examples(x: Any) -> jax.ShapeDtypeStruct:
         shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
-        if not shape or dtype is None:
+        if shape is None or dtype is None:
             raise GShardError(
                 f"batch= of gshard.TrainSetup has {shown(x)}; give arrays of at least one example, "
                 "such as jax.ShapeDtypeStruct((1, 2048), jnp.int32)."
             )
+        if not shape:  # a scalar, such as a random key, is one value of the whole batch
+            return jax.ShapeDtypeStruct((), dtype)
         if examples * math.prod(shape[1:]) >= 2**63:
             raise GShardError(
                 f"{examples:,} examples of {shown(list(shape[1:]))} are too many for one array. "

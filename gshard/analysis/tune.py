@@ -123,10 +123,11 @@ def advise(
         return setups[key]
 
     refused: list[GShardError] = []
+    without: dict[Any, Option] = {}  # one of each kind that is refused without replicas
     may_offload = target.platform != "cpu" and "offload" not in config.given
 
     def judge(option: Option) -> None:
-        asked = config.choices.reshard_after_forward is not True
+        asked, setup = config.choices.reshard_after_forward is not True, None
         try:
             setup = setup_of(option)
             if asked or not _repeats(setup, target, option):
@@ -134,14 +135,16 @@ def advise(
                     found.append(verdict)  # one by one: the second may be refused
         except GShardError as error:  # such as a value of `vary` that the model does not take
             refused.append(error)
+            if setup is not None:
+                without.setdefault(option.kind, option)
 
     for done, option in enumerate(options):
         say(done, len(options))
         judge(option)
     # Replicas change neither activations nor arithmetic: only the best options are tried with them.
-    best = best_of_each([x for x in ranked(found) if x.fits])
-    tried = [] if "replica" in config.given else best
-    replicated = [more for x in tried for more in with_replicas(x.option, target)]
+    best = {x.option.kind: x.option for x in best_of_each([x for x in ranked(found) if x.fits])}
+    tried = {} if "replica" in config.given else without | best
+    replicated = [more for x in tried.values() for more in with_replicas(x, target)]
     total = len(options) + len(replicated)
     for done, option in enumerate(replicated, len(options)):
         say(done, total)
@@ -260,7 +263,7 @@ def step_cost(
     overlapped = all_gather_params = 0.0
     for row in seen.collectives:
         seconds = seconds_to_send(target, row.wire_bytes, row.network_bytes, measured)
-        if row.kind == "all-gather" and not plan.gathers:  # the updated parameters
+        if row.of_update:
             all_gather_params += seconds
         else:
             overlapped += seconds

@@ -58,11 +58,11 @@ def advice_text(
         rows = []
         for x in others[:3]:
             on_host = x.needs <= x.has and config.target and x.host > config.target.chip.host_memory
-            over = x.needs if x.needs > x.has else math.ceil(MARGIN * x.needs)
-            missing = "the host's memory" if on_host else bytes_of(over - x.has)
+            missing = math.ceil(MARGIN * x.needs) - x.has
+            missing = "the host's memory" if on_host else bytes_of(missing)
             rows.append((*x.names.values(), bytes_of(x.needs), missing))
         title = f"Does not fit: {len(others)}; the nearest"
-        parts.append(text_table(title, others[0].names, ("needs", "too much by"), rows))
+        parts.append(text_table(title, others[0].names, ("needs at least", "too much by"), rows))
     parts += [*expert_axes_table(axes), *fewer_bits_table(bits)]
     parts.append(
         (

@@ -167,8 +167,8 @@ def refuse_mixed_axes(
                 "nodes. Quantized gradients are exchanged by an all-to-all along each axis; along "
                 "this one it would send several times as many bytes between nodes as a "
                 "reduce-scatter in bfloat16. Give the nodes an axis of their own: "
-                f"gshard.make_mesh({{'node': {count}, 'local': {size // count}}}), or leave out "
-                "scatter_dtype=."
+                f"gshard.make_mesh({{'node': {count}, 'local': {size // count}}}). Or keep a "
+                f"replica of the state on each node: replica={count}. Or leave {named} out."
             )
     within = [axis for axis in group.shard if axis not in crossed and has_order]
     if within and group.shard[: len(within)] != tuple(within):

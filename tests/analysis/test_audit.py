@@ -22,6 +22,7 @@ from gshard.analysis.audit import audit, collective_rows
 from gshard.analysis.audit_report import Audit
 from gshard.analysis.hlo import read_program
 from gshard.sharding.budget import Budget, Traffic
+from gshard.sharding.group import data_group
 from tests.tiers import quick
 
 AG, RS, AR = "all-gather", "reduce-scatter", "all-reduce"
@@ -30,7 +31,13 @@ WHOLE, BOTH = P(), P(("a", "b"))
 
 @dataclasses.dataclass(frozen=True)
 class FakePlan:
+    """All axes of the mesh are data axes."""
+
     mesh: Mesh | AbstractMesh
+
+    @property
+    def group(self):
+        return data_group(self.mesh, self.mesh.axis_names, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -498,3 +505,25 @@ def test_what_a_loss_sends_as_it_should_raises_no_alarm(name):
     assert [row for row in found.collectives if row.purpose == "loss"]
     assert found.exceeded == ()
     assert any(x.at_least for x in step.budget.communicated) == (name == "loop")
+
+
+def test_what_xla_sends_over_the_users_own_axes_has_no_budget():
+    mesh = gshard.make_mesh(extra={"model": 2})
+    specs = {"w": P(None, "model"), "v": P("model", None)}
+    shapes = {"w": (16, 64), "v": (64, 16)}
+    params = {
+        k: jax.device_put(np.ones(shapes[k], np.float32), NamedSharding(mesh, specs[k]))
+        for k in shapes
+    }
+    state, plan = gshard.shard_train_state(
+        (params, optax.adam(1e-3)), mesh, "p_g_os", min_shard_size=0
+    )
+    step = gshard.make_train_step(lambda p, x: jnp.square(x @ p["w"] @ p["v"]).mean(), plan)
+    found = gshard.audit(step, state, np.ones((8, 16), np.float32))
+    over_model = [row for row in found.collectives if row.axes == ("model",)]
+    assert {row.purpose for row in over_model if not row.scalar} == {"user"}
+    assert found.exceeded == ()
+
+
+def test_a_cpu_program_without_a_mesh_has_no_peak():
+    assert "peak" not in gshard.audit(jax.jit(lambda x: x @ x), jnp.ones((8, 8))).memory

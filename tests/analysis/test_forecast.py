@@ -92,12 +92,47 @@ def test_wire_is_what_the_compiled_step_sends(level):
         if flavour == "level":
             assert sent == found.wire  # of the traced program
             continue
-        budgeted = found.wire_by_flavour[flavour]
+        budgeted = gshard.budget(plan, micro_batches=2, **options).wire_bytes
         # A linear layer's backward pass keeps what its forward pass gathered, where XLA sees it.
         gathered = sum(r.wire_bytes for r in audit.collectives if r.purpose == "gather")
         assert budgeted - gathered <= sent <= budgeted
         if not gathered:
             assert sent == budgeted
+
+
+def test_a_batch_may_have_scalars():
+    setup = setups.mlp()
+
+    def loss(params, batch):
+        rows = batch["x"] + jax.random.normal(batch["key"], batch["x"].shape) * batch["scale"]
+        return setup.loss_fn(params, rows)
+
+    more = {"x": setup.batch, "key": jax.random.key(0), "scale": np.float32(0.1)}
+    found = gshard.forecast(gshard.TrainSetup(setup.state, loss, more), 4, levels="os")
+    assert found.levels["os"].peak > 0
+    assert found.levels["os"].batch == 256 * 4 + 4 + 8
+
+
+@pytest.mark.filterwarnings("ignore:no parameter is sharded over mesh axes model")
+def test_model_parallel_axes_are_named_and_nothing_is_traced():
+    mesh = gshard.make_mesh(extra={"model": 2})
+    found = gshard.forecast(setups.mlp(), mesh)
+    assert found.levels["os"].peak is None
+    said = str(found)
+    assert "8 devices, 2 along 'model'" in said and "sent at most, without activations" in said
+
+
+def test_kept_and_frozen_parameters_are_gathered_too():
+    setup = setups.mlp()
+    asked = {"levels": "p_g_os", "activations": False}
+    every = 3 * 256 * 256 * 4  # biases are replicated
+    found = gshard.forecast(setup, 4, reshard_after_forward=False, **asked)
+    assert found.levels["p_g_os"].gathered == every
+    frozen = gshard.TrainSetup(
+        setup.state, setup.loss_fn, setup.batch, shard={**setup.shard, "frozen": "^layers_[01]/"}
+    )
+    found = gshard.forecast(frozen, 4, reshard_after_forward=False, **asked)
+    assert found.levels["p_g_os"].gathered == every
 
 
 def test_a_batch_and_a_gathered_layer_count():

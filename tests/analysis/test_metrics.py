@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 
 import gshard
 from gshard._util import activity, events
@@ -727,3 +728,15 @@ def test_values_of_a_trace_are_refused():
 
         with pytest.raises(gshard.GShardError, match="metrics.step was called inside jax.jit"):
             step(jnp.ones(2))
+
+
+def test_devices_of_a_model_parallel_axis_share_the_flops():
+    def flops(mesh, spec):
+        w = jax.device_put(np.ones((64, 64), np.float32), NamedSharding(mesh, spec))
+        _, plan = gshard.shard_train_state(({"w": w}, optax.sgd(0.1)), mesh, "dp")
+        step = gshard.make_train_step(lambda p, x: jnp.square(x @ p["w"]).mean(), plan)
+        rows = gshard.shard_batch(np.ones((16, 64), np.float32), plan)
+        return mesh.size * sum(model_flops(step, rows).values())
+
+    one = flops(gshard.make_mesh(devices=jax.devices()[:1]), jax.P())
+    assert flops(gshard.make_mesh(extra={"model": 2}), jax.P(None, "model")) == one > 0

@@ -415,6 +415,22 @@ def test_an_option_of_its_own_that_is_refused_is_left_out():
         assert {x.option.replica for x in advise(config)} == {1, 2}
 
 
+def test_what_only_replicas_make_possible_is_found():
+    """Quantized gradients, whose shard axis must not have several devices of several nodes."""
+    host = {"target": parse_target("h100:2x8"), "devices": 16, "levels": ("os_g",)}
+    config = dataclasses.replace(config_of(**host), model="tests.setups:quantized")
+    with pytest.warns(gshard.GShardWarning, match=r"wire= or scatter_dtype=: .*replica=2"):
+        assert {x.option.replica for x in advise(config)} == {2}
+
+
+def test_all_gathers_of_a_loss_are_not_those_of_the_update():
+    config = config_of(target=parse_target("h100:1x8"), devices=8, levels=("os_g",))
+    contrastive = dataclasses.replace(config, model="tests.setups:contrastive")
+    plain, more = (advise(x)[0].cost for x in (config, contrastive))
+    assert more.all_gather_params == plain.all_gather_params > 0
+    assert more.wire > plain.wire
+
+
 def test_a_value_that_the_model_refuses_is_left_out():
     """Here a number of layers that is none."""
     config = config_of(levels=("dp",), vary={"layers": [2, "many"]})

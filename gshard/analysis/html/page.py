@@ -9,7 +9,7 @@ from gshard._util.html import Markup, el, joined
 from gshard._util.text import bytes_of, count_of
 from gshard._util.version import __version__
 from gshard.analysis.explain import state_arrays
-from gshard.analysis.forecast_report import Forecast, about, axes_of
+from gshard.analysis.forecast_report import Forecast, about, axes_of, sent_column
 from gshard.analysis.html.markup import (
     STYLE,
     amount,
@@ -29,7 +29,7 @@ _PARTS = {  # of a level's forecast: its name on the page, and its colour
     "non_trainable": ("non_trainable", "#f0e442"),
     "gradients": ("gradients", "#e69f00"),
     "batch": ("batch", "#cc79a7"),
-    "gathered": ("layer gathered", "#009e73"),
+    "gathered": ("gathered", "#009e73"),
     "activations": ("activations", "#d55e00"),
 }
 _FAR = 20  # a limit so many times the longest bar would leave nothing of it to see
@@ -152,8 +152,7 @@ def _memory(found: Forecast) -> Markup:
 
 
 def _wire(found: Forecast) -> Markup:
-    traced = all(level.peak is not None for level in found.levels.values())
-    sent = "sent" if traced else "sent at most"
+    sent = sent_column(found)
     rows = {name: {sent: level.wire} for name, level in found.levels.items()}
     heads, lines = ["level", sent], [[name, amount(x.wire)] for name, x in found.levels.items()]
     if found.nodes > 1:

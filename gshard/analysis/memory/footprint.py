@@ -48,6 +48,7 @@ class Exchange:
       dtype: the dtype in which the compiler transfers the data.
       group_size: number of devices in one group.
       scalar: whether each transfers one element, such as a norm or a loss.
+      of_update: whether they all-gather the updated parameters.
       count: number of executions.
       elements: outputs of all-gathers, inputs of everything else, as `gshard.audit` counts.
       payload_bytes: the elements in bytes.
@@ -59,6 +60,7 @@ class Exchange:
     dtype: str
     group_size: int
     scalar: bool
+    of_update: bool
     count: int
     elements: int
     payload_bytes: int
@@ -106,7 +108,7 @@ def exchanges_of(program: TracedProgram, nodes: Nodes, wide: bool) -> tuple[Exch
       nodes: those of its mesh.
       wide: whether the compiler transfers 16-bit values as float32.
     """
-    rows: dict[tuple[str, str, int, bool, Fraction], list[int]] = defaultdict(lambda: [0, 0, 0])
+    rows: dict[tuple[Any, ...], list[int]] = defaultdict(lambda: [0, 0, 0])
 
     def sent(body: TracedProgram) -> int:
         return sum(row.wire_bytes for row in exchanges_of(body, nodes, wide))
@@ -119,15 +121,15 @@ def exchanges_of(program: TracedProgram, nodes: Nodes, wide: bool) -> tuple[Exch
             value = where.values[i]
             narrow = wide and str(value.dtype) in ("bfloat16", "float16")
             dtype, width = ("float32", 4) if narrow else (str(value.dtype), value.dtype.itemsize)
-            row = rows[kind, dtype, group, value.size == 1, share]
+            row = rows[kind, dtype, group, value.size == 1, "gshard/update" in op.where, share]
             row[0] += times
             row[1] += times * value.size
             row[2] += times * value.size * width
     found = []
     for key, (count, elements, payload) in sorted(rows.items(), key=lambda row: -row[1][2]):
-        kind, dtype, group, scalar, share = key
+        kind, _, group, *_, share = key
         wire, network = int(sent_share(kind, group) * payload), math.ceil(share * payload)
-        found.append(Exchange(kind, dtype, group, scalar, count, elements, payload, wire, network))
+        found.append(Exchange(*key[:-1], count, elements, payload, wire, network))
     return tuple(found)
 
 
@@ -162,24 +164,6 @@ def _group_of(op: Op, nodes: Nodes) -> tuple[int, Fraction]:
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 MARGIN = 1.2  # estimates are +-20 %: a plan fits if this times its estimate does
-_LARGEST = 40  # buffers at the peak that are listed
-
-
-@dataclass(frozen=True)
-class TracedBuffer:
-    """One array that is live at the peak.
-
-    Attributes:
-      bytes: its bytes on one device.
-      shape: its shape on one device.
-      dtype: the name of its dtype.
-      what: the primitive that makes it, and its name stack, such as `dot_general jvp(GPT/up)`.
-    """
-
-    bytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    what: str
 
 
 @dataclass(frozen=True)
@@ -190,7 +174,6 @@ class Footprint:
       arguments: bytes of the state and the batch.
       temporaries: bytes of the largest sum of temporaries that are live together.
       peak: bytes of the two together and of the results that take over no argument's memory.
-      largest: the arrays that are live at the peak next to the arguments, largest first.
       flops: FLOPs of matrix products and convolutions, by dtype (`cost_model.flops_of`).
       traffic: bytes that kernels read from the device's memory and write to it, for a roofline.
       collectives: those written in the step. What XLA adds to an update in the global view, such as
@@ -201,7 +184,6 @@ class Footprint:
     arguments: int
     temporaries: int
     peak: int
-    largest: tuple[TracedBuffer, ...]
     flops: dict[str, float]
     traffic: int
     collectives: tuple[Exchange, ...]
@@ -243,13 +225,11 @@ def footprint(
         raise GShardError(f"platform={shown(platform)} is none of {', '.join(PLATFORMS)}.")
     program = device_program(traced, plan, platform)
     arguments = sum(program.values[i].bytes for i in program.inputs)
-    found = peak_of(program, platform)
-    rows = sorted(found.live, key=lambda row: -row[0])[:_LARGEST]
+    temporaries = peak_of(program, platform)
     return Footprint(
         arguments,
-        found.bytes,
-        arguments + found.bytes,
-        tuple(_buffer(*row) for row in rows),
+        temporaries,
+        arguments + temporaries,
         flops_of(program),
         traffic_of(program, platform),
         exchanges_of(program, nodes_of(plan.mesh, devices_per_node), wide=platform == "cpu"),
@@ -266,8 +246,3 @@ def device_program(traced: jax.stages.Traced, plan: Plan, platform: str) -> Trac
     if 0 in traced.donate_argnums:  # pyright: ignore[reportAttributeAccessIssue]
         program.kept = [(k, k) for k in range(len(leaves))]
     return program
-
-
-def _buffer(size: int, i: int, kernel: Kernel, program: TracedProgram) -> TracedBuffer:
-    value, op = program.values[i], kernel.op
-    return TracedBuffer(size, value.shape, str(value.dtype), f"{op.name} {op.where}".strip())

@@ -5,26 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from gshard.analysis.memory.combine import graph_of
 from gshard.analysis.memory.fusion import IN_PLACE, Fused, fused
 from gshard.analysis.memory.program import FREE, NEW_CPU, Kernel, Op, TracedProgram
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The largest sum of live buffers of a program, its inputs aside.
-
-    Attributes:
-      bytes: the sum in bytes.
-      live: the buffers that are live then, as (bytes, value, kernel that wrote it, program).
-    """
-
-    bytes: int
-    live: tuple[tuple[int, int, Kernel, TracedProgram], ...] = ()
 
 
 Order = Callable[[Fused], list[Kernel]]
@@ -34,8 +20,10 @@ Order = Callable[[Fused], list[Kernel]]
 _OVERLAP = 1.15
 
 
-def peak_of(program: TracedProgram, platform: str) -> Peak:
-    """Returns the peak of a program's buffers; results in the memory of an input need none.
+def peak_of(program: TracedProgram, platform: str) -> int:
+    """Returns the largest sum of bytes of a program's live buffers, without its inputs.
+
+    A result that takes over the memory of an input needs none of its own.
 
     XLA:CPU runs kernels breadth-first. Other compilers run them in an order between that of the
     trace, in which a layer's weight gradient is computed with the layer's other gradients, and
@@ -45,11 +33,10 @@ def peak_of(program: TracedProgram, platform: str) -> Peak:
     if platform == "cpu":
         return _peak_in(program, platform, breadth_first)
     found = [_peak_in(program, platform, order) for order in (_as_traced, depth_first)]
-    largest = max(found, key=lambda peak: peak.bytes)
-    return Peak(round(_OVERLAP * sum(peak.bytes for peak in found) / 2), largest.live)
+    return round(_OVERLAP * sum(found) / 2)
 
 
-def _peak_in(program: TracedProgram, platform: str, order: Order) -> Peak:
+def _peak_in(program: TracedProgram, platform: str, order: Order) -> int:
     whole = fused(program, platform)
     bodies = {id(body): body for kernel in whole.kernels for body in kernel.op.bodies}
     inner = {key: _peak_in(body, platform, order) for key, body in bodies.items()}
@@ -57,7 +44,7 @@ def _peak_in(program: TracedProgram, platform: str, order: Order) -> Peak:
     return _simulated(whole, order(whole), inner, wide)
 
 
-def _simulated(whole: Fused, order: Sequence[Kernel], peaks: dict[int, Peak], wide: bool) -> Peak:
+def _simulated(whole: Fused, order: Sequence[Kernel], peaks: dict[int, int], wide: bool) -> int:
     """Follows which buffers are live; with `wide`, kernels write 16-bit floats as float32."""
     program = whole.program
     sizes = program.values
@@ -77,23 +64,18 @@ def _simulated(whole: Fused, order: Sequence[Kernel], peaks: dict[int, Peak], wi
     for i, k in last.items():
         dies[k].append(i)
     live: dict[int, int] = {}
-    total, peak, at_peak = 0, 0, {}
-    writer: dict[int, Kernel] = {}
+    total, peak = 0, 0
     taken: set[int] = set()
     for k, kernel in enumerate(order):
-        extra, inner = 0, None
+        extra = max((peaks[id(body)] for body in kernel.op.bodies), default=0)
         handed_on = {(kernel.op.ins[a], kernel.op.outs[b]) for a, b in kernel.op.carried}
-        for body in kernel.op.bodies:
-            found = peaks[id(body)]
-            if found.bytes > extra:
-                extra, inner = found.bytes, found
         dying = [i for i in dies[k] if i in live and i not in kernel.writes]
         for place, i in enumerate(kernel.writes):
             # A slice is written into its stack, which the loop's operation has.
             size = 0 if kernel.op.name == "stack_slice" else sizes[i].bytes
             if wide and sizes[i].dtype in (jnp.bfloat16, jnp.float16) and not kernel.op.bodies:
                 size = 4 * sizes[i].size
-            writer[i], own = kernel, donor.get(i)
+            own = donor.get(i)
             if own is not None and own not in taken:
                 free = last.get(own, -1)
                 in_place = kernel.elementwise or (own, i) in handed_on
@@ -107,17 +89,11 @@ def _simulated(whole: Fused, order: Sequence[Kernel], peaks: dict[int, Peak], wi
                 total -= live.pop(shared)
             live[i] = size
             total += size
-        if total + extra > peak:
-            peak = total + extra
-            at_peak = dict(live), inner
+        peak = max(peak, total + extra)
         for i in dies[k]:
             if i in live:
                 total -= live.pop(i)
-    if not at_peak:
-        return Peak(0)
-    held, inner = at_peak
-    rows = [(size, i, writer[i], program) for i, size in held.items() if size]
-    return Peak(peak, (*rows, *(inner.live if inner else ())))
+    return peak
 
 
 def _shared(

@@ -6,6 +6,7 @@ what is computed again to save memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,8 @@ from gshard.train.train_step import TrainStep
 def model_flops(step: TrainStep, batch: Any) -> dict[str, float]:
     """Counts the FLOPs of matrix products and convolutions of one step on one device.
 
-    A step that ran with this batch is not traced again, and nothing is compiled.
+    A step that ran with this batch is not traced again, and nothing is compiled. Devices along the
+    user's model-parallel axes share the work of a traced step equally.
 
     Args:
       step: the train step.
@@ -32,7 +34,9 @@ def model_flops(step: TrainStep, batch: Any) -> dict[str, float]:
     traced = trace_step(step, step.plan.abstract_state(), batch)
     platform = _device(step).platform
     program = device_program(traced, step.plan, platform if platform in PLATFORMS else "gpu")
-    return flops_of(program, recomputed=False)
+    shared = math.prod(size for _, size in step.plan.group.model_axes)
+    found = flops_of(program, recomputed=False)
+    return {dtype: flops / shared for dtype, flops in found.items()}
 
 
 def seconds_at_peak(flops: Mapping[str, float], peak: Chip | float) -> float:

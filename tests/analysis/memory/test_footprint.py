@@ -287,15 +287,6 @@ def test_no_device_is_needed(devices):
     assert {row.group_size for row in gathers} == {devices}
 
 
-def test_what_is_live_at_the_peak_is_named():
-    traced, plan = traced_case(CASES["gpt"](), "os", abstract_mesh(8))
-    found = footprint(traced, plan, "gpu")
-    assert found.largest[0].shape == (8, 128, 1024)
-    assert "block_" in found.largest[0].what and "dot_general" in found.largest[0].what
-    sizes = [buffer.bytes for buffer in found.largest]
-    assert sizes == sorted(sizes, reverse=True) and sum(sizes) <= found.temporaries
-
-
 def test_recomputing_needs_less_and_another_platform_is_refused():
     peaks = {}
     for name in ("gpt-scan", "gpt-scan-remat"):
