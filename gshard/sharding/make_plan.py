@@ -32,6 +32,7 @@ from gshard.sharding.rules import (
     check_scan_axes,
     scan_dim_of,
     warn_of_unused,
+    warn_of_unused_scan_axes,
 )
 from gshard.sharding.state_dtype import quantized_state
 from gshard.sharding.topology import EXPERT
@@ -175,7 +176,7 @@ def plan_state(level: Level, request: PlanRequest) -> Plan:
     _warn_of_padding(list(known.values()), request.rule, level)
     _warn_of_idle_axes(list(known.values()), group)
     _warn_of_data_axes(mesh_names, group)
-    warn_of_unused("scan_axes", request.scan_axes, list(known))
+    warn_of_unused_scan_axes(request.scan_axes, list(known), scan_names.values())
     if precision is not None:
         warn_of_unused("exceptions", precision.exceptions, list(known))
         warn_of_unused("wire_exceptions", precision.wire_exceptions, list(known))

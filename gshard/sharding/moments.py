@@ -43,8 +43,8 @@ def no_moments(tx: optax.GradientTransformation, own: Any) -> dict[str, str]:
         program = jax.make_jaxpr(lambda s, g, p, v: update(g, s, p, value=v))(
             state, own, own, value
         )
-    except Exception:  # the user's own code, which may need what is not there
-        return found
+    except Exception:  # the user's own code, which may need what only a loop of one's own has
+        return dict.fromkeys(paths, "its update needs arguments of your own loop") | found
     after = inputs_used(program.jaxpr)[-len(paths) or len(program.jaxpr.outvars) :]
     grads = range(len(paths), len(paths) + len(jax.tree.leaves(own)))
     for i, (path, inputs) in enumerate(zip(paths, after, strict=True)):

@@ -51,7 +51,8 @@ class Precision:
       state_dtype: `"int8"` stores the optimizer's moments in 8 bits, in blocks with a scale each.
         Embeddings and arrays below 4096 elements keep their dtype. By default all arrays do.
       state_exceptions: what `state_dtype` does instead by pattern of a parameter's path or of the
-        path of an array of the optimizer state: `"int8"`, or None to keep the dtype.
+        path of an array of the optimizer state: `"int8"`, or None to keep the dtype. Arrays that
+        are no moments, such as copies of parameters, keep theirs in any case.
 
     Raises:
       GShardError: a dtype is unknown or not of its kind, or a pattern is not a regular expression.

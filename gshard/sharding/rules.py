@@ -7,8 +7,10 @@ Rules by path or predicate come first, the rule by shape last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -181,10 +183,13 @@ def by_path(pattern: str, dim: int | str) -> Rule:
       >>> plan.params["w"].dim
       1
     """
-    compiled = validation.pattern(pattern, "rule")
-    return by_predicate(
-        lambda leaf: bool(leaf.shape and compiled.search(leaf.path)), dim, f"rule {pattern!r}"
-    )
+    return partial(_by_path, validation.pattern(pattern, "rule"), dim)
+
+
+def _by_path(pattern: re.Pattern[str], dim: int | str, leaf: LeafInfo) -> ShardDim | None:
+    if not leaf.shape or not pattern.search(leaf.path):
+        return None
+    return check_answer(leaf, dim, f"rule {pattern.pattern!r}")
 
 
 def by_predicate(
@@ -292,7 +297,12 @@ def _answer(function: Callable[[LeafInfo], Any], leaf: LeafInfo, argument: str) 
 
 
 def warn_of_unused(argument: str, patterns: Any, paths: Sequence[str]) -> None:
-    """Warns of path patterns that match no path, since they would do nothing."""
+    """Warns of path patterns, those in a list too, that match no path and so do nothing."""
+    if isinstance(patterns, partial) and patterns.func is _by_path:
+        patterns = {patterns.args[0].pattern: patterns.args[1]}
+    if isinstance(patterns, Sequence) and not isinstance(patterns, str):
+        for each in patterns:
+            warn_of_unused(argument, each, paths)
     if not isinstance(patterns, Mapping):
         return
     for text in patterns:
@@ -333,14 +343,32 @@ def scan_dim_of(
 
     `names` are those of its dimensions in Flax's metadata, if any; `scan_axes` is the user's.
     """
-    known: Sequence[str] = SCAN_NAMES
     if isinstance(scan_axes, Mapping):
         found = _pattern_for(path, scan_axes)
         if found is not None:
             return dimension(scan_axes[found], len(leaf.shape))
-    elif scan_axes is not None:
-        known = (scan_axes,) if isinstance(scan_axes, str) else scan_axes
+    known = (*SCAN_NAMES, *_names_in(scan_axes))
     return next((d for d, name in enumerate(names or ()) if name in known), None)
+
+
+def _names_in(scan_axes: ScanAxes) -> Sequence[str]:
+    if scan_axes is None or isinstance(scan_axes, Mapping):
+        return ()
+    return (scan_axes,) if isinstance(scan_axes, str) else scan_axes
+
+
+def warn_of_unused_scan_axes(
+    scan_axes: ScanAxes, paths: Sequence[str], names: Iterable[Sequence[str | None]]
+) -> None:
+    """Warns of patterns that match no path, and of names that Flax's metadata does not have."""
+    warn_of_unused("scan_axes", scan_axes, paths)
+    known = {name for each in names for name in each if name}
+    if unknown := [name for name in _names_in(scan_axes) if name not in known]:
+        there = f"It has {some(sorted(known))}" if known else "There is none in this state"
+        warn(
+            f"scan_axes: no dimension is named {some(unknown)} in Flax's metadata. {there}. To say "
+            "which dimension of a path is scanned, give a mapping: scan_axes={'^layers/': 0}."
+        )
 
 
 def _pattern_for(path: str, scan_axes: Mapping[str, Any]) -> str | None:

@@ -125,12 +125,12 @@ def quantized_state(
 
     `own` are the abstract shards of the parameters that `tx` updates.
     """
-    found, kept = in_state_dtype(precision, layouts, params, no_moments(tx, own))
+    others = no_moments(tx, own)
+    found, kept = in_state_dtype(precision, layouts, params, others)
     if not quantized_arrays(found):
         reasons = [f"{path} ({reason})" for path, reason in kept.items()]
-        warn(
-            "state_dtype='int8' has no effect: the optimizer has no moments"
-            + (f" that can be stored in 8 bits: {some(reasons, most=3)}" if reasons else "")
-            + ". state_exceptions={pattern: 'int8'} chooses arrays by path."
-        )
+        why = f" that can be stored in 8 bits: {some(reasons, most=3)}" if reasons else ""
+        more = " state_exceptions={pattern: 'int8'} chooses arrays by path."
+        more = "" if kept.keys() <= others.keys() else more
+        warn(f"state_dtype='int8' has no effect: the optimizer has no moments{why}.{more}")
     return found, kept

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,3 +124,51 @@ def test_a_rule_for_a_parameter_that_fits_no_moment_says_how_to_leave_it_out():
     pair = (params, optax.adafactor(1e-3))
     _, plan = gshard.shard_train_state(pair, mesh, "zero3", rules={"^embedding$": 1})
     assert plan.params["embedding"].dim == 1
+
+
+def sharded(**options):
+    params = {"table": np.ones((24, 8)), "stack": nn.Partitioned(np.ones((6, 8, 8)), STACK)}
+    pair = (params, optax.sgd(0.1))
+    return gshard.shard_train_state(pair, gshard.make_mesh(), "os", min_shard_size=0, **options)[1]
+
+
+STACK = ("blocks", None, None)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"tabel$": 1},
+        [{"tabel$": 1}, by_shape(0)],
+        by_path("tabel$", 1),
+        [by_shape(0), [by_path("tabel$", 1)]],
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_warned_of_in_a_list_too(rules):
+    with pytest.warns(gshard.GShardWarning, match=r"rules: .*'tabel\$' matches no path"):
+        sharded(rules=rules)
+
+
+def test_names_of_scanned_dimensions_add_to_those_that_are_known():
+    def scanned(plan):
+        return {x.path for x in jax.tree.leaves(plan.params) if x.scan_dim == 0}
+
+    assert scanned(sharded()) == set()
+    assert scanned(sharded(scan_axes=("blocks",))) == {"stack"}
+    assert scanned(sharded(scan_axes="blocks")) == {"stack"}
+    params = {"w": nn.Partitioned(np.ones((6, 8)), ("layers", None))}
+    both = params | {"stack": nn.Partitioned(np.ones((6, 8, 8)), STACK)}
+    _, plan = gshard.shard_train_state(
+        (both, optax.sgd(0.1)),
+        gshard.make_mesh(),
+        "os",
+        min_shard_size=0,
+        scan_axes=("blocks",),
+    )
+    assert scanned(plan) == {"w", "stack"}
+
+
+@pytest.mark.parametrize("scan_axes", ["^stack", ("block",), ("blocks", "groups")])
+def test_a_name_that_the_metadata_lacks_is_warned_of(scan_axes):
+    with pytest.warns(gshard.GShardWarning, match=r"no dimension is named .* It has blocks\."):
+        sharded(scan_axes=scan_axes)

@@ -111,6 +111,8 @@ def test_what_an_update_replaces_keeps_its_dtype():
     assert quantized(plan) and not quantized(plan) & last
     with pytest.warns(gshard.GShardWarning, match=r"no effect.* params/.*each update replaces it"):
         plan_of(optax.scale_by_lbfgs())
+    with pytest.warns(gshard.GShardWarning, match="arguments of your own loop"):
+        assert not quantized(plan_of(optax.lbfgs()))
 
 
 def test_a_mean_of_parameters_keeps_its_dtype():
