@@ -12,7 +12,6 @@ from gshard.analysis.memory.combine import graph_of
 from gshard.analysis.memory.fusion import IN_PLACE, Fused, fused
 from gshard.analysis.memory.program import FREE, NEW_CPU, Kernel, Op, TracedProgram
 
-
 Order = Callable[[Fused], list[Kernel]]
 # The compilers of GPUs and TPUs overlap collectives with kernels, which lengthens the lives of
 # buffers. Chosen to suit the compiler's figures for the models of benchmarks/footprint_unseen.py
