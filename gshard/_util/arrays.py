@@ -28,6 +28,11 @@ def cast(x: Any, dtype: Any) -> Any:
     return x if same else x.astype(dtype)
 
 
+def identity(x: jax.Array) -> jax.Array:
+    """Returns `x`. It is one function, so that `jax.jit` compiles it once."""
+    return x
+
+
 def replicated_value(x: jax.Array) -> np.ndarray:
     """Copies a replicated array to the host, when each device of this process has computed it.
 

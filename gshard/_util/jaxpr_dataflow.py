@@ -269,14 +269,15 @@ def _source(eqn: Any, values: list[_Source | None]) -> Sequence[_Source | None]:
     if name in ("cond", "while"):
         return [None] * len(eqn.outvars)
     follow = partial(flow, transfer=_source)
-    outs = flow_inside(eqn, values, follow, _if_equal, _slice_of, _stack_of)
+    outs = flow_inside(eqn, values, follow, if_equal, _slice_of, _stack_of)
     if outs and name == "scan":  # a carry that every iteration passes on
         consts, carried, _ = scan_sizes(eqn)
-        outs[:carried] = map(_if_equal, values[consts : consts + carried], outs)
+        outs[:carried] = map(if_equal, values[consts : consts + carried], outs)
     return outs or [None] * len(eqn.outvars)
 
 
-def _if_equal(first: Any, second: Any) -> Any:
+def if_equal(first: Any, second: Any) -> Any:
+    """The value of both, or None where they differ."""
     return first if first == second else None
 
 

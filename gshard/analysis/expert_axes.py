@@ -22,7 +22,7 @@ from rich.table import Table
 
 from gshard._util.errors import GShardError, GShardWarning
 from gshard._util.jaxpr import body_of
-from gshard._util.jaxpr_dataflow import flow, flow_inside
+from gshard._util.jaxpr_dataflow import flow, flow_inside, if_equal
 from gshard._util.pytree import flatten
 from gshard._util.text import bytes_of, text_table
 from gshard.analysis.aot.target import Target
@@ -183,7 +183,7 @@ def batch_dims(setup: TrainSetup) -> dict[str, int]:
                 if x is not None:
                     found[x[0]].append({x[1][d] for d in batch})
         follow = partial(flow, transfer=transfer)
-        inside = flow_inside(eqn, values, follow, _if_equal, lambda x: x and (x[0], x[1][1:]))
+        inside = flow_inside(eqn, values, follow, if_equal, lambda x: x and (x[0], x[1][1:]))
         return inside or [None] * len(eqn.outvars)
 
     jaxpr = traced.jaxpr.jaxpr
@@ -204,10 +204,6 @@ def _batch_dims_of(eqn: Any) -> Sequence[Sequence[int]]:
     return rows, (*matrices, *of.rhs_group_dimensions)
 
 
-def _if_equal(first: Any, second: Any) -> Any:
-    return first if first == second else None
-
-
 def patterns(
     found: Mapping[str, tuple[int, tuple[int, ...]]], params: Mapping[str, Any]
 ) -> dict[str, tuple[str, int]]:
@@ -219,7 +215,7 @@ def patterns(
 
 
 def _pattern(paths: set[str], params: Mapping[str, Any], parts: int = 1) -> str:
-    """Returns the shortest pattern of so many parts of the paths or more that matches no other."""
+    """Returns the shortest pattern of at least `parts` parts of the paths that matches no other."""
     ends = sorted({"/".join(path.split("/")[-parts:]) for path in paths})
     text = f"(^|/)({'|'.join(map(re.escape, ends))})$"
     matched = {path for path in params if re.search(text, path)}

@@ -10,9 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core
 from jax.dtypes import canonicalize_dtype
-from jax.sharding import AbstractMesh
 
 from gshard._util.arrays import is_key
 from gshard._util.errors import GShardError, some
@@ -23,7 +21,12 @@ from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
 from gshard.sharding.master_copies import latest_copies
 from gshard.sharding.plan import Plan, check_state
-from gshard.sharding.validate import refuse_abstract, refuse_donated
+from gshard.sharding.validate import (
+    refuse_abstract,
+    refuse_abstract_mesh,
+    refuse_donated,
+    refuse_traced,
+)
 from gshard.train.gradients import LocalGradients
 from gshard.train.shard_train_state import shard_leaf
 from gshard.train_state import FROZEN, PARAMETERS, Components
@@ -55,7 +58,7 @@ def arrays_of(state: Any, plan: Plan) -> tuple[dict[str, jax.Array], dict[str, A
     """
     refuse_waiting(state)
     components = plan.kind.split(state)
-    refuse_traced(components, "save")
+    refuse_traced(jax.tree.leaves(components), "save")
     if any(map(_is_unreduced, jax.tree.leaves(components, is_leaf=_is_unreduced))):
         raise GShardError(
             "save: the state contains LocalGradients, which differ on every device. Reduce them "
@@ -146,12 +149,6 @@ def layouts_of(plan: Plan) -> dict[str, Layout]:
     return dict(zip(*flatten(plan.layouts)[:2], strict=True))
 
 
-def refuse_traced(components: Components, call: str) -> None:
-    """Raises a `GShardError` inside `jit`, where arrays have no values."""
-    if any(isinstance(x, core.Tracer) for x in jax.tree.leaves(components)):
-        raise GShardError(f"{call}: inside jit arrays have no values. Call it outside.")
-
-
 def state_and_plan(like: Any, call: str) -> tuple[Any, Plan]:
     """Returns the state and the plan to restore into: `like` is both, or one of them."""
     if isinstance(like, tuple) and len(like) == 2 and isinstance(like[1], Plan):
@@ -166,9 +163,8 @@ def state_and_plan(like: Any, call: str) -> tuple[Any, Plan]:
         )
     else:
         state, plan = like, plan_of(like, call)
-    refuse_traced(plan.kind.split(state), call)
-    if isinstance(plan.mesh, AbstractMesh):
-        raise GShardError(f"{call}: the plan has an abstract mesh: it has no devices to read to.")
+    refuse_traced(jax.tree.leaves(plan.kind.split(state)), call)
+    refuse_abstract_mesh(plan.mesh, call)
     return state, plan
 
 

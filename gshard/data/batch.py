@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 from jax.dtypes import canonicalize_dtype
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from gshard._util.arguments import named_arguments
 from gshard._util.errors import GShardError
@@ -35,23 +35,25 @@ from gshard.data.consistency import compare_batches
 from gshard.distributed.agree import spans_processes
 from gshard.sharding.batch_specs import spec_of
 from gshard.sharding.plan import Plan
+from gshard.sharding.validate import refuse_abstract_mesh
 
 
 @named_arguments({"plan": "It is called as shard_batch(batch, plan)."})
 def shard_batch(batch: Any, plan: Plan) -> Any:
     """Places this process's examples on its devices, as part of the global batch.
 
-    Several processes compare what they give whenever it differs from the call before, and warn at
-    the first call of a plan when all of them give the same data.
+    Several processes compare the form of their batches (tree, dtypes, shapes) whenever it changes.
+    In the first calls of a plan they also compare the data, and warn if processes that must have
+    different examples gave the same.
 
     Args:
       batch: arrays with this process's examples in their leading dimension, with full sequences;
-        with one process that is the global batch. A jax array that already spans all devices of
+        with one process that is the global batch. A JAX array that already spans all devices of
         the mesh is kept.
       plan: the plan of `shard_train_state`.
 
     Returns:
-      The same tree of global arrays.
+      A tree of the same structure, of global arrays.
 
     Raises:
       GShardError: the number of examples is not a multiple of this process's devices, or the
@@ -150,9 +152,11 @@ def _positions(sharding: NamedSharding, count: int) -> dict[int, set[int]]:
 def check_plan(plan: Any, call: str) -> None:
     """Checks that a plan can place a batch."""
     if not isinstance(plan, Plan):
-        raise GShardError(f"{call} was called with {shown(plan)} as the plan.")
-    if isinstance(plan.mesh, AbstractMesh):
-        raise GShardError("the plan has an abstract mesh: it has no devices for a batch.")
+        raise GShardError(
+            f"{call} was called with {shown(plan)} as the plan. Pass the plan that "
+            "gshard.shard_train_state returned."
+        )
+    refuse_abstract_mesh(plan.mesh, call)
 
 
 def refuse_iterator(batch: Any) -> None:
@@ -169,7 +173,7 @@ def check_leaves(batch: Any, keys: bool = True) -> None:
     for path, x in zip(*flatten(batch)[:2], strict=True):
         dtype, where = getattr(x, "dtype", None), f"batch{subscript(path)}"
         if isinstance(x, jax.ShapeDtypeStruct):
-            raise GShardError(f"{where} is abstract, it has no values: pass NumPy or JAX arrays.")
+            raise GShardError(f"{where} is abstract and has no values: pass NumPy or JAX arrays.")
         if dtype is not None and type(x) is not np.ndarray:
             check_array(x, where)
         if dtype is None:
@@ -210,13 +214,21 @@ def _check_global_arrays(batch: Any, placed: list[bool], count: int, plan: Plan)
             )
 
 
+def check_has_examples(positions: int) -> None:
+    """Refuses a process that has a device for none of the shards of the examples."""
+    if not positions:
+        raise GShardError(
+            "this process has no device in the mesh of the plan, so it has no examples. Leave it "
+            "out of the loop, or make the mesh of all devices."
+        )
+
+
 def check_examples(batch: Any, devices: int, micro_batches: int, what: str = "devices") -> int:
     """Returns the number of examples, checked to be a multiple of devices times micro-batches.
 
     `what` names the devices in the error.
     """
-    if not devices:
-        raise GShardError("this process has no device in the mesh of the plan: it has no examples.")
+    check_has_examples(devices)
     pairs = zip(*flatten(batch)[:2], strict=True)
     counts = {path: x.shape[0] for path, x in pairs if jnp.ndim(x)}
     if not counts:

@@ -21,6 +21,7 @@ from gshard._util.pytree import differences
 from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import check_integer, flag, shown
 from gshard.data.batch import (
+    check_has_examples,
     check_leaves,
     check_plan,
     local_positions,
@@ -79,17 +80,17 @@ class DataLoader:
       plan: the plan of `shard_train_state`; its mesh says which examples this process reads.
       seed: 0 or more; the order of an epoch is
         `np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(epoch,)))
-        .permutation(len(source))`, 8 bytes for each example.
+        .permutation(len(source))`, which takes 8 bytes of memory per example.
       shuffle: False keeps the order of the source.
-      num_epochs: epochs until a `for` loop ends; None for no end. One that resumes ends where the
-        interrupted one would have.
+      num_epochs: epochs until a `for` loop ends; None for no end. A loop that resumes from a saved
+        state ends where the interrupted loop would have ended.
       drop_remainder: leave out the examples that do not fill a batch at the end of an epoch. With
         False the last batch is smaller, and must be a multiple of the devices too. The default,
         None, drops them, and warns if `shuffle` is False, because the same examples are then missed
         in every epoch.
       pad_last: fill the last batch of an epoch with examples that it has already, instead of
         dropping it. Every batch, a dictionary, then has a boolean array `"mask"`, one entry for
-        each example: False for those that fill it. A device may have only those: with
+        each example: False for those that fill it. A device may get no other examples: with
         `loss_semantics="per_device"` return `gshard.Weighted((x * mask).sum(), mask.sum())`.
       prefetch: batches that are read and placed ahead; 0 for none, and no thread.
       transform: `transform(example)`, or `transform(example, rng)` with a `np.random.Generator` of
@@ -122,10 +123,7 @@ class DataLoader:
         transform: Callable[..., Any] | None = None,
     ):
         check_plan(plan, "DataLoader(source, batch_size, plan)")
-        if not local_positions(plan):
-            raise GShardError(
-                "this process has no device in the mesh of the plan: it has no examples to load."
-            )
+        check_has_examples(local_positions(plan))
         size = check_integer("batch_size", batch_size, 1, " of examples of the global batch")
         seed = check_integer("seed", seed, 0)
         shuffle, self._pads = flag("shuffle", shuffle), flag("pad_last", pad_last)
@@ -205,10 +203,11 @@ class DataLoader:
         return self._epoch
 
     def micro_batches(self, examples_per_device: int) -> int:
-        """Counts the micro-batches in which a device takes few enough examples at a time.
+        """Returns the smallest number of micro-batches that `examples_per_device` allows.
 
-        It is the smallest number that divides a device's examples of a batch. On fewer devices a
-        step has more micro-batches, so that it needs no more memory, and computes the same.
+        It divides a device's examples of a batch, and a device takes at most that many examples at
+        a time. On fewer devices there are more micro-batches, so a step needs no more memory and
+        computes the same.
 
         Args:
           examples_per_device: the most that a device may take at a time.

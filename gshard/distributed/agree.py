@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from gshard._util.activity import doing, meet
-from gshard._util.arrays import replicated_value
+from gshard._util.arrays import identity, replicated_value
 from gshard._util.errors import GShardError, OutsideError, is_outside, some, warn
 from gshard.sharding.plan import Plan
 
@@ -221,7 +221,7 @@ def _all_gather(message: bytes, mesh: Mesh, call: str) -> dict[int, bytes]:
     full = NamedSharding(by_process, jax.P())
     with jax.transfer_guard("allow"), jax.disable_jit(False):  # else nothing is gathered
         sent = jax.make_array_from_callback((len(ranks), mine.size), sharded, lambda _: mine)
-        got = replicated_value(jax.jit(_identity, out_shardings=full)(sent))
+        got = replicated_value(jax.jit(identity, out_shardings=full)(sent))
     return {rank: row.tobytes() for rank, row in zip(ranks, got, strict=True)}
 
 
@@ -235,10 +235,6 @@ def _mesh_of_processes(mesh: Mesh) -> Mesh:
         rows.setdefault(device.process_index, []).append(device)
     least = min(len(row) for row in rows.values())
     return Mesh(np.array([rows[rank][:least] for rank in sorted(rows)]), ("process", "device"))
-
-
-def _identity(x: jax.Array) -> jax.Array:  # one function, so that it is compiled once
-    return x
 
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from gshard._util.activity import doing, meet
-from gshard._util.arrays import is_key, replicated_value
+from gshard._util.arrays import identity, is_key, replicated_value
 from gshard._util.errors import GShardError
 from gshard._util.pytree import check_fits, map_leaves
 from gshard._util.tracebacks import short_traceback
@@ -62,7 +62,7 @@ def plan_of(state: Any, call: str) -> Any:
         plan = getattr(kind_of(state).tx(state), "plan", None)
     except GShardError as error:
         raise GShardError(
-            f"{call}: state is a {type(state).__name__}, and no state of gshard. Pass the state "
+            f"{call}: state is a {type(state).__name__}, not a state of gshard. Pass the state "
             "that gshard.shard_train_state or a step returned, not its params or the unsharded "
             "state; with NNX the pair (model, optimizer)."
         ) from error
@@ -116,11 +116,7 @@ def stored_on_host(x: Any, layout: Layout) -> np.ndarray:
         sharding: Any = x.sharding
         replicated = NamedSharding(sharding.mesh, jax.P())
         with jax.disable_jit(False):  # else the result is `x` itself
-            return replicated_value(jax.jit(_identity, out_shardings=replicated)(x))
-
-
-def _identity(x: jax.Array) -> jax.Array:  # one function, so that it is compiled once
-    return x
+            return replicated_value(jax.jit(identity, out_shardings=replicated)(x))
 
 
 def _assemble(shards: list[Any], x: jax.Array) -> np.ndarray:

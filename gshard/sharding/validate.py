@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core, dtypes
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import DonatedStateError, GShardError, some
 from gshard._util.pytree import check_fits, flatten, same_leaves
@@ -138,8 +138,17 @@ def refuse_abstract(leaves: list[Any]) -> None:
     """Raises a `GShardError` if there are abstract arrays where values are needed."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         raise GShardError(
-            "this state is abstract, it has no values. Give gshard.shard_train_state arrays, or a "
+            "this state is abstract and has no values. Give gshard.shard_train_state arrays, or a "
             "function that makes them, and a mesh of devices; or restore a checkpoint into it."
+        )
+
+
+def refuse_abstract_mesh(mesh: Mesh | AbstractMesh, call: str) -> None:
+    """Raises a `GShardError` if a plan's mesh is abstract, for a call that needs its devices."""
+    if isinstance(mesh, AbstractMesh):
+        raise GShardError(
+            f"{call}: the plan has an abstract mesh, which has no devices. Shard the state over "
+            "gshard.make_mesh()."
         )
 
 

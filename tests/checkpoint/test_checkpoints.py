@@ -1076,7 +1076,7 @@ def test_inside_jit_there_is_nothing_to_save(tmp_path, run):
         lambda state: checkpointer.save(1, state),
         lambda state: checkpointer.restore(like=state).state,
     ):
-        with pytest.raises(gshard.GShardError, match="inside jit"):
+        with pytest.raises(gshard.GShardError, match="inside jax.jit"):
             jax.jit(act)(run.state)
 
 

@@ -48,6 +48,7 @@ from gshard.checkpoint.weights import (
 from gshard.distributed.agree import run_on_all
 from gshard.sharding.host_arrays import plan_of
 from gshard.sharding.layout import Layout
+from gshard.sharding.validate import refuse_abstract_mesh
 
 _CALL = "load_safetensors"
 _BLOCK = 2**23  # bytes of two tensors that are compared at a time
@@ -62,13 +63,13 @@ def load_safetensors(
     only: str | Sequence[str] | None = None,
     cast: bool = False,
 ) -> Any:
-    """A sharded state with the weights of a safetensors file, or of a folder of shards.
+    """Loads the weights of a safetensors file, or of a folder of shards, into a sharded state.
 
-    `gshard.save_safetensors` wrote them, from a state of any level, mesh and precision, or another
-    program with the same names, shapes and dtypes, or with those that `name_map` says. Parameters,
-    their master copies and the collections next to them are replaced, in the layouts of `state`.
-    The step, the optimizer's moments (shard a new state for new ones) and random keys are kept.
-    Before the first step, copies of the parameters that the optimizer keeps (schedule-free
+    They are from `gshard.save_safetensors`, for a state of any level, mesh and precision, or from
+    another program with the same names, shapes and dtypes, or with those that `name_map` describes.
+    Parameters, their master copies and the collections next to them are replaced, in the layouts of
+    `state`. The step, the optimizer's moments (shard a new state for new ones) and random keys are
+    kept. Before the first step, copies of the parameters that the optimizer keeps (schedule-free
     optimizers, Prodigy, DoG, Lookahead) are replaced by copies of the loaded ones; after it they
     are kept, and a warning names them.
 
@@ -109,8 +110,7 @@ def load_safetensors(
       True
     """
     plan = plan_of(state, _CALL)
-    if isinstance(plan.mesh, jax.sharding.AbstractMesh):
-        raise GShardError(f"{_CALL}: the plan has an abstract mesh: it has no devices.")
+    refuse_abstract_mesh(plan.mesh, _CALL)
 
     wrapped = state[0] if isinstance(state, tuple) and hasattr(state[0], "_gshard") else None
     if wrapped is not None:

@@ -36,6 +36,7 @@ from gshard.distributed.agree import run_on_all
 from gshard.distributed.traced_losses import compare_losses
 from gshard.sharding.host_arrays import full_on_host, plan_of, stored_on_host
 from gshard.sharding.precision import floating_dtype, is_floating
+from gshard.sharding.validate import refuse_abstract_mesh
 from gshard.train.late_checks import late_checks
 
 FORMAT = "1"  # version of the names and the metadata
@@ -99,8 +100,7 @@ def save_safetensors(
       {'b': (32,), 'w': (64, 32)}
     """
     plan = plan_of(state, _CALL)
-    if isinstance(plan.mesh, jax.sharding.AbstractMesh):
-        raise GShardError(f"{_CALL}: the plan has an abstract mesh: its state has no values.")
+    refuse_abstract_mesh(plan.mesh, _CALL)
     writes = jax.process_index() == min(d.process_index for d in plan.mesh.devices.flat)
     several = plan.mesh.is_multi_process
     with contextlib.ExitStack() as stack:
@@ -216,7 +216,7 @@ def _check_folder(folder: Place) -> None:
 
 
 def _split(tensors: Sequence[Tensor], most: float) -> list[list[Tensor]]:
-    """Consecutive tensors of at most so many bytes; one tensor that has more is alone."""
+    """Consecutive tensors of at most `most` bytes together; one tensor that has more is alone."""
     shards: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:

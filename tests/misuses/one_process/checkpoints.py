@@ -321,7 +321,7 @@ ROWS = {
     "restore into (params, tx)": refused(
         lambda path: restores(path, (params(), ADAM)),
         *(
-            "state is a tuple, and no state of gshard",
+            "state is a tuple, not a state of gshard",
             "Pass the state that gshard.shard_train_state or a step returned",
         ),
     ),
