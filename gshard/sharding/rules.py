@@ -67,7 +67,7 @@ class LeafInfo:
 
 @dataclass(frozen=True)
 class ShardDim:
-    """The answer of a rule.
+    """What a rule decides for one array.
 
     Attributes:
       dim: the dimension to shard; None replicates the array.
@@ -97,7 +97,7 @@ def by_shape(min_shard_size: int = 2**14, indivisible: Literal["pad", "replicate
     shards are contiguous.
 
     Args:
-      min_shard_size: elements of one layer; a smaller array is replicated.
+      min_shard_size: elements of one layer; an array with at most this many is replicated.
       indivisible: what to do when no dimension is divisible: `"pad"` the one that wastes least, or
         `"replicate"` the array.
 
@@ -205,6 +205,10 @@ def by_predicate(
     Returns:
       A rule for `rules=` of `shard_train_state`.
 
+    Raises:
+      GShardError: `predicate` is not a function; or, from the rule, it cannot be called with a
+        `LeafInfo`, or `dim` cannot be sharded.
+
     Example:
       >>> rule = gshard.by_predicate(lambda leaf: len(leaf.shape) == 2, 1, "a matrix")
       >>> state, plan = gshard.shard_train_state(
@@ -212,9 +216,15 @@ def by_predicate(
       >>> plan.params["w"].dim, plan.params["w"].reason
       (1, 'a matrix')
     """
+    if not callable(predicate):
+        raise GShardError(
+            f"by_predicate: predicate={shown(predicate)} is not a function. Pass one that takes a "
+            "gshard.LeafInfo, or gshard.by_path(pattern, dim) for a pattern of paths."
+        )
 
     def rule(leaf: LeafInfo) -> ShardDim | None:
-        return check_answer(leaf, dim, reason) if predicate(leaf) else None
+        found = _answer(predicate, leaf, "by_predicate")
+        return check_answer(leaf, dim, reason) if found else None
 
     return rule
 

@@ -59,8 +59,9 @@ def value_and_grad(
 
     Call the result inside your own `jax.jit` (or `nnx.jit`), then
     `state.apply_gradients(grads=grads)` (or `optimizer.update(model, grads)`): the layouts stay
-    those of the plan. With several processes pass batches of `shard_batch` or a loader: `jit` takes
-    a NumPy array as the global batch, of which each process would use only its devices' part.
+    those of the plan. With several processes pass batches from `shard_batch` or a loader: `jit`
+    would take each process's NumPy array for the global batch, and use only the examples of that
+    process's devices.
 
     Args:
       loss_fn: as in `make_train_step`.
@@ -87,11 +88,12 @@ def value_and_grad(
     Returns:
       Linen: `f(params, batch, *, rng=None, **collections) -> (value, grads)`, where value is the
       loss, `(loss, aux)`, `(loss, updates)` or `(loss, (aux, updates))`. NNX: `f(model, batch)`;
-      what the loss changes in the model is written into it. No key is folded, except with
-      device and micro-batch where `loss_semantics` says so. With `sync=False` the loss has the
-      shape `(devices,)`: that of each device with `"per_device"`, otherwise its share of a sum,
-      which `reduce_gradients` divides by the weight of all; that returns aux as well. What it
-      returns can be differentiated, as for a gradient penalty. Under `jax.checkpoint` or in a scan,
+      what the loss changes in the model is written into it. Keys are not folded with the step;
+      with `"per_micro_batch"` they are folded with the micro-batch, with `"per_device"` with
+      device and micro-batch. With `sync=False` the loss has the shape `(devices,)`: each device's
+      loss with `"per_device"`, otherwise each device's term of a sum, which `reduce_gradients`
+      divides by the total weight; `reduce_gradients` returns aux as well. Value and gradients can
+      be differentiated again, as for a gradient penalty. Under `jax.checkpoint` or in a scan, such
       derivatives are NaN with `reshard_after_forward=n`, and with respect to sharded frozen
       parameters.
 
@@ -165,7 +167,7 @@ def _arrays(name: str, tree: Any) -> Any:
                 bound = f"functools.partial(loss_fn, {name}={shown(x)})"
                 advice = f"Bind other arguments of the loss: value_and_grad({bound}, plan)."
             raise GShardError(
-                f"{name}{subscript(path)} is {shown(x)}, and no array. By name, "
+                f"{name}{subscript(path)} is {shown(x)}, not an array. By name, "
                 f"value_and_grad(loss_fn, plan) takes fields of the state. {advice}"
             )
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
@@ -173,7 +175,7 @@ def _arrays(name: str, tree: Any) -> Any:
 
 @named_arguments({"plan": "It is called as reduce_gradients(local_gradients, plan)."})
 def reduce_gradients(
-    unreduced: LocalGradients,
+    local_gradients: LocalGradients,
     plan: Plan,
     *,
     bucket_size: int = BUCKET_SIZE,
@@ -184,16 +186,16 @@ def reduce_gradients(
     Call it inside your own `jax.jit`, before `state.apply_gradients` or `optimizer.update`.
 
     Args:
-      unreduced: the sum of the local gradients.
+      local_gradients: the `LocalGradients` of one call, or the sum of several.
       plan: the plan that they were made with.
       bucket_size: elements of one bucket.
       end_bucket_size: as in `make_train_step`.
 
     Returns:
       `(loss, grads)`, or `((loss, aux), grads)` where the loss has aux: those of all examples
-      together, however many each call had. A float in aux is averaged over the calls, weighted as
-      the loss is, unless it is a quotient of sums; of a sum or a maximum return
-      `gshard.Reduced(x, "sum")` or `"max"`.
+      together, however many each call had. Floats in aux are averaged over the calls with the
+      weights of the loss; quotients of sums are divided once. For a sum or a maximum over the calls
+      return `gshard.Reduced(x, "sum")` or `"max"`.
 
     Raises:
       GShardError: the gradients are reduced already, or were made with another plan.
@@ -205,14 +207,14 @@ def reduce_gradients(
       >>> local = grad(state.params, batch)[1] + grad(state.params, batch)[1]
       >>> loss, grads = gshard.reduce_gradients(local, plan)
     """
-    if not isinstance(unreduced, LocalGradients):
+    if not isinstance(local_gradients, LocalGradients):
         raise GShardError(
-            f"reduce_gradients was called with {shown(unreduced)}. Pass the gradients of "
+            f"reduce_gradients was called with {shown(local_gradients)}. Pass the gradients of "
             "value_and_grad(loss_fn, plan, sync=False); those of sync=True are reduced already."
         )
     options = StepOptions(bucket_size=bucket_size, end_bucket_size=end_bucket_size)
-    result = finish_reduction(unreduced, plan, options)
-    return _value(result.loss, (result.aux, unreduced.aux is not None)), result.grads
+    result = finish_reduction(local_gradients, plan, options)
+    return _value(result.loss, (result.aux, local_gradients.aux is not None)), result.grads
 
 
 def _value(loss: jax.Array, *more: tuple[Any, bool]) -> Any:

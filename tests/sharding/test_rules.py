@@ -96,6 +96,14 @@ def test_a_rule_may_not_divide_the_scanned_dimension():
         by_path("kernel", 0)(leaf((4, 8, 8), scan_dim=0))
 
 
+def test_a_predicate_that_takes_no_leaf_is_refused():
+    with pytest.raises(gshard.GShardError, match="predicate='embed' is not a function.*by_path"):
+        gshard.by_predicate("embed", 0)
+    for wrong in (lambda path, shape: True, lambda path: "embed" in path):
+        with pytest.raises(gshard.GShardError, match=r"by_predicate is called with one .*LeafInfo"):
+            gshard.by_predicate(wrong, 0)(leaf((8, 8)))
+
+
 def test_wrong_arguments_are_refused():
     for bad in (-1, 2.5, True, "many"):
         with pytest.raises(gshard.GShardError, match="min_shard_size"):

@@ -397,7 +397,7 @@ def test_numbers_of_python_are_arrays():
     for wrong in (True, "mean"):
         with pytest.raises(gshard.GShardError, match=r"functools.partial\(loss_fn, factor="):
             value_and_grad(state.params, {"x": rows, "scale": 1.0}, factor=wrong)
-    with pytest.raises(gshard.GShardError, match=r"stats\['b'\] is True, and no array.* Make it"):
+    with pytest.raises(gshard.GShardError, match=r"stats\['b'\] is True, not an array.* Make it"):
         value_and_grad(state.params, {"x": rows, "scale": 1.0}, stats={"a": rows, "b": True})
 
     def of_any_model(p, b, *, batch_stats):
