@@ -14,7 +14,7 @@ _VARIABLE = "PJRT_NPROC"
 
 
 def thread_variables(devices: int) -> dict[str, str]:
-    """Returns the environment variables with which JAX starts threads for so many CPU devices.
+    """Returns the environment variables with which JAX starts threads for that many CPU devices.
 
     Two for each device are enough for functions that users compile themselves, whose calls cannot
     be limited. More threads make matrix products slower; where the environment asks for more, they

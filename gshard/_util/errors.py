@@ -162,7 +162,7 @@ def missing_name(module: str, name: str, hint: str, asked: FrameType) -> Excepti
 
 
 def some(items: Iterable[object], most: int = 5) -> str:
-    """`a, b, c and 4 more`: at most so many items as text."""
+    """`a, b, c and 4 more`: at most `most` items as text."""
     items = [str(item) for item in items]
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(items[:most]) + more

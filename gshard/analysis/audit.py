@@ -50,8 +50,8 @@ def audit(
       plan: the plan of a jitted function, for the names of the mesh axes; by default the mesh of
         its inputs gives them.
       budget: the budget of a jitted function, `gshard.budget(plan, ...)`, for the comparison.
-      devices_per_node: how many neighbours in the mesh share fast links, such as the 8 GPUs of a
-        host. By default JAX says so of GPUs and TPUs; CPU devices are one node.
+      devices_per_node: how many adjacent devices of the mesh share fast links, such as the 8 GPUs
+        of a host. By default JAX says so of GPUs and TPUs; CPU devices are one node.
 
     Returns:
       What the compiled program communicates and keeps; print it for a report.
@@ -70,8 +70,8 @@ def audit(
     """
     if not callable(getattr(step, "lower", None)):
         raise GShardError(
-            f"step is {type(step).__name__!r} and has no .lower(); pass what make_train_step "
-            "returns, or wrap the function in jax.jit or nnx.jit"
+            f"audit: step={shown(step)} has no .lower(). Pass what make_train_step returned, or "
+            "wrap the function in jax.jit or nnx.jit."
         )
     for name, given, attribute, call in (
         ("plan", plan, "mesh", "shard_train_state"),

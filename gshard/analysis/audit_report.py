@@ -31,9 +31,9 @@ class CollectiveRow:
         (gradients), `update` (all-gather of the updated parameters), `non_trainable` (all-gather of
         what is not trained), `agree` (state that the loss returns, fp8 statistics), `loss` (what a
         loss needs of other devices' examples) and `scalar`.
-        Others': `user` (the user's own function, such as a synchronized BatchNorm, and what XLA
-        adds over the user's model-parallel axes), `optimizer` (norms, factored moments and matrix
-        products of the user's optimizer) and `compiler` (what else XLA added).
+        Not gshard's: `user` (the user's own function, such as a synchronized BatchNorm, and what
+        XLA adds over the user's model-parallel axes), `optimizer` (norms, factored moments and
+        matrix products of the user's optimizer) and `compiler` (what else XLA added).
       scalar: whether it transfers a loss, a norm or a few of them, and nothing of an array.
       count: number of collectives in the program's text.
       asynchronous: how many of these overlap with computation.

@@ -87,7 +87,8 @@ def forecast(
       activations: whether to trace the step, if the setup has a loss.
       platform: the compiler to model, `cpu`, `gpu` or `tpu`; by default that of the mesh's devices,
         or `gpu` without devices.
-      devices_per_node: how many neighbours in the mesh share fast links, as in `gshard.budget`.
+      devices_per_node: how many adjacent devices of the mesh share fast links, as in
+        `gshard.budget`.
       report: called with the name of each level before its forecast.
 
     Returns:

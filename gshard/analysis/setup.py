@@ -41,6 +41,10 @@ class TrainSetup:
       shard: further arguments of `shard_train_state`, such as `scan_axes` and `precision`.
       step: further arguments of `make_train_step`, such as `rng`, `mutable` and `has_aux`.
 
+    Raises:
+      GShardError: `shard` or `step` is not a mapping, or names an argument that the function does
+        not have or that something else gives.
+
     Example:
       >>> setup = gshard.TrainSetup(
       ...     state=lambda: (params, tx),
@@ -242,8 +246,8 @@ def _made(init: Callable[[], Any]) -> Any:
     made = init()
     if isinstance(made, TrainSetup):
         raise GShardError(
-            "this function returns a TrainSetup, and no train state: pass what it returns, "
-            "setup() in place of setup."
+            "this function returns a TrainSetup, not a train state. Pass its result: setup() in "
+            "place of setup."
         )
     return made
 
@@ -287,7 +291,7 @@ class Choices:
         return {name: x for name in ("offload", "keep") if (x := getattr(self, name))}
 
     def examples(self, sharing: int = 1) -> str:
-        """Readable examples of a step, which so many devices share."""
+        """Readable examples of a step, on one device or on `sharing` that share sequences."""
         return f"{self.micro_batches} x {self.micro_batch_size} examples {on_each(sharing)}"
 
     @property
@@ -313,7 +317,7 @@ class Choices:
 
 
 def on_each(sharing: int) -> str:
-    """Readable place of examples, of which so many devices share each sequence."""
+    """Readable place of examples, of which `sharing` devices share each sequence."""
     return "on each device" if sharing == 1 else f"on every {sharing} devices that share sequences"
 
 

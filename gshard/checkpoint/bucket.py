@@ -232,7 +232,7 @@ class Upload:
 
 
 def _part_of(size: int) -> int:
-    """Bytes of a request of the upload of so many."""
+    """The bytes of each request in an upload of `size` bytes."""
     return max(_PART, _UNIT * (size // 9_999 // _UNIT + 1))
 
 

@@ -76,9 +76,10 @@ class Checkpointer:
         and `best_step` need `mode`.
       asynchronous: True lets `save` return when the arrays are copied to the host; the next `save`,
         `wait`, `restore`, `delete` or `close` waits until they are written. False lets `save` wait.
-      writes: True locks the directory at once, so that a second job is refused before it trains;
-        False before the first save, so that others may write. None: True if a rule of what to keep
-        is given. Reading (`restore`, `verify`, `metadata`) needs no lock.
+      writes: True locks the directory now, so that a second job is refused before it trains; False
+        locks it at the first save, so that others may write until then. None: True if `keep_last=`,
+        `keep_every=` or `keep_best=` is given. Reading (`restore`, `verify`, `metadata`) needs no
+        lock.
       on_failure: `"raise"` a `SaveFailedError` when a step could not be written, or `"warn"` and
         continue. A local step that could not be written is always a warning.
 

@@ -26,7 +26,8 @@ from gshard.checkpoint.place_shards import devices_by_bounds, inside, place_shar
 _AHEAD = 2**28  # bytes that are on their way at once; two arrays at least
 
 # What TensorStore adds to an error: of the system, by its number; and its own settings.
-_SYSTEM = re.compile(r"\[os_error_code=|\[OS error ")  # today, and before
+# The system's is found in TensorStore's current wording and in an earlier one.
+_SYSTEM = re.compile(r"\[os_error_code=|\[OS error ")
 _SETTINGS = re.compile(r"\[os_error_code=|\[tensorstore_spec")
 
 # Orbax's settings: no values are cached, but the tree of their names is.

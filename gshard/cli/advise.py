@@ -34,10 +34,13 @@ def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
     about = "Which level, mesh and micro-batches fit a machine, the fastest first."
     parser = common.config_parser("gshard advise", about, _EXAMPLES)
-    parser.add_argument("--all", action="store_true", help="every mesh and micro-batch of each")
+    parser.add_argument("--all", action="store_true",
+                        help="list all meshes and numbers of micro-batches, not only the "
+                        "best ones")  # fmt: skip
     parser.add_argument("--calibration", metavar="FILE",
                         help="report.json of `make gpu-check` on the target")  # fmt: skip
-    parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
+    parser.add_argument("--html", metavar="FILE",
+                        help="also write the report as one self-contained HTML page")  # fmt: skip
     jax.config.update("jax_platforms", "cpu")  # another job may be using the accelerators
     return common.respond(lambda: common.named_config(parser, words), _advise)
 

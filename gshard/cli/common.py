@@ -211,9 +211,10 @@ _MEANINGS = {
     "micro_batch_size": "examples of one device in one micro-batch",
     "micro_batches": "micro-batches in one step (k)",
     "accumulate": "how gradients accumulate: level, local, scatter or sync",
-    "reshard_after_forward": "true, false, or over how many devices parameters stay sharded until "
-    "the backward pass",
-    "offload": "alone, or true: optimizer state and sharded parameters are stored in host memory",
+    "reshard_after_forward": "true, false, or the number of devices in each sub-group that keeps "
+    "parameters sharded until the backward pass",
+    "offload": "store optimizer state and sharded parameters in host memory (without a value, or "
+    "with true)",
 }
 
 
@@ -258,7 +259,8 @@ def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentPars
     """Returns a parser that takes CONFIG, and an option for every key of it."""
     parser = command_parser(name, about, examples)
     parser.add_argument("config", metavar="CONFIG", nargs="?",
-                        help="TOML file, name of gshard configs, or module:function")  # fmt: skip
+                        help="a TOML file, a name that `gshard configs` lists, or "
+                        "module:function")  # fmt: skip
     of_model = "An argument of the model's function is given by name: --arguments.layers 4"
     group = parser.add_argument_group("options that override CONFIG", of_model)
     parser.add_argument("--allow-import", action="append", default=[], metavar="NAME",

@@ -20,7 +20,7 @@ COMMANDS = {
     "audit": "what the compiled step communicates and keeps, next to its budget",
     "configs": "list the models and sizes that ship with gshard, or print one",
     "doctor": "look for what is wrong with this machine",
-    "explain": "what holds the memory of a train state, and why",
+    "explain": "what takes up the memory of a train state, and why",
     "launch": "run a script in several processes",
     "plan": "what every level stores and communicates, before anything runs",
     "verify": "compare checkpoints with their checksums",

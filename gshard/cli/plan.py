@@ -42,7 +42,8 @@ def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
     about = "What every level stores on one device, and communicates, before anything runs."
     parser = common.config_parser("gshard plan", about, _EXAMPLES)
-    parser.add_argument("--paper", action="store_true", help="Table 1 of the ZeRO paper")
+    paper = "print Table 1 of the ZeRO paper"
+    parser.add_argument("--paper", action="store_true", help=paper)
     parser.add_argument("--shapes", action="store_true",
                         help="work from shapes alone: do not trace the step, and leave "
                         "activations out")  # fmt: skip
@@ -50,7 +51,8 @@ def main(words: list[str]) -> int:
     how.add_argument("--compile", action="store_true",
                      help="compile for the target, or exit with 2")  # fmt: skip
     how.add_argument("--estimate", action="store_true", help="the quick answer: compile nothing")
-    parser.add_argument("--html", metavar="FILE", help="a page for a browser, too")
+    parser.add_argument("--html", metavar="FILE",
+                        help="also write the report as one self-contained HTML page")  # fmt: skip
     defaults = vars(parser.parse_args([]))
 
     def read() -> tuple[argparse.Namespace, Config | None]:

@@ -36,7 +36,8 @@ def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
     about = "Reads every byte of checkpoints and compares it with their checksums."
     parser = command_parser("gshard verify", about, _EXAMPLES)
-    parser.add_argument("directory", metavar="DIRECTORY", help="what gshard.Checkpointer was given")
+    directory = "the directory or address that gshard.Checkpointer was given"
+    parser.add_argument("directory", metavar="DIRECTORY", help=directory)
     parser.add_argument("--step", help="only this step (default: all)")
     return respond(lambda: (parsed(parser, words), None), _verify)
 

@@ -216,7 +216,7 @@ def _entries(x: Any, index: Any) -> Any:
 
 
 def _refuse_tables(data: Any) -> None:
-    """Refuses tables of pandas: their `x[i]` is a column, or the entry labelled i."""
+    """Refuses tables of pandas: their `x[i]` is a column, or the entry labeled i."""
     one = isinstance(data, (list, Iterator))  # a list may hold a million examples
     for path, x in [("", data)] if one else zip(*flatten(data)[:2], strict=True):
         if hasattr(x, "iloc"):

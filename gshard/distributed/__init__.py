@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 INSTEAD = {  # of the names in PyTorch's and Paddle's modules
-    "all_gather": "The steps communicate by themselves; own functions use jax.lax.all_gather.",
-    "all_reduce": "The steps communicate by themselves; own functions use jax.lax.psum.",
+    "all_gather": "Steps communicate by themselves; in your own functions use jax.lax.all_gather.",
+    "all_reduce": "Steps communicate by themselves; in your own functions use jax.lax.psum.",
     "destroy_process_group": "Leave it out: the end of the program ends the group.",
     "get_rank": "Call gshard.distributed.process_index().",
     "get_world_size": "Call gshard.distributed.process_count(), or jax.device_count() for devices.",

@@ -48,7 +48,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LOST_PEER = re.compile(
     r"^(?!I\d{4} ).*(gloo [\w -]{1,40} failed|coordination service|distributed service detected|"
     r"remote process exited|nccl(remote|system)error|lost its connection to another one|"
-    r"has gone from the job)",
+    r"process \d+ has left the job)",
     re.IGNORECASE | re.MULTILINE,
 )
 

@@ -69,13 +69,14 @@ def initialize(
     coordinator_bind_address: str | None = None,
     **secure: Any,
 ) -> None:
-    """Joins this process to the others. Call it before anything else uses JAX; again is a no-op.
+    """Joins this process to the others. Call it before anything else uses JAX.
 
     What is not given is read from the variables that `gshard launch` and `spawn` set, and then from
     what `jax.distributed` detects: Slurm, Open MPI, Kubernetes, cloud TPU. Without any of these the
     process is alone, and all of gshard works on its own devices.
 
     Once joined, a process that raises an error ends at once, without waiting for the others.
+    A second call does nothing; one with another address, number of processes or rank is refused.
 
     Args:
       coordinator_address: `host:port` of process 0, which listens there and nowhere else. A
@@ -96,8 +97,8 @@ def initialize(
 
     Raises:
       NotArrivedError: some processes did not start in time; the message lists them.
-      GShardError: a rank is out of range, process 0 cannot listen at the address, or JAX has
-        already started.
+      GShardError: a rank is out of range, process 0 cannot listen at the address, JAX has already
+        started, or an earlier call was given other values.
 
     Example:
       >>> gshard.distributed.initialize()  # before anything else uses JAX
@@ -187,7 +188,8 @@ def _check_again(asked: JobPosition) -> None:
         if again is not None and again not in (before, now):
             raise GShardError(
                 f"initialize({name}={shown(again)}) was called, but this process has "
-                f"already joined with {name}={shown(before if now is None else now)}."
+                f"already joined with {name}={shown(before if now is None else now)}. Leave this "
+                "call out, or give it the same values."
             )
 
 
@@ -334,6 +336,10 @@ def barrier() -> None:
     """Waits until every process has called it and their devices have finished their work.
 
     In a job of one process it returns at once.
+
+    Raises:
+      GShardError: the processes make different calls.
+      ConnectionError: another process has left the job.
 
     Example:
       >>> gshard.distributed.barrier()

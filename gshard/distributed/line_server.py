@@ -66,7 +66,7 @@ class LineServer(ABC):
         """
 
     def receive(self, seconds: float) -> None:
-        """Waits so long for connections and lines, and takes those that come."""
+        """Waits up to `seconds` for connections and lines, and takes those that come."""
         if self._accepts_at and time.monotonic() > self._accepts_at:
             self._accepts_at = 0.0
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -99,7 +99,7 @@ class LineServer(ABC):
         self._accept_none(_PAUSE)  # it would be ready at once again
 
     def _accept_none(self, seconds: float) -> None:
-        """Lets nobody in for so long."""
+        """Lets nobody in for `seconds`."""
         if not self._accepts_at:
             self._selector.unregister(self._listener)
         self._accepts_at = time.monotonic() + seconds

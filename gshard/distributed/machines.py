@@ -36,7 +36,7 @@ class Machines(NamedTuple):
         return [n for n in range(self.least, self.most + 1) if size % (n * self.devices) == 0]
 
     def of(self, here: int) -> int:
-        """With how many machines the job can start when so many are there; 0 if it cannot."""
+        """The number of machines with which the job can start when `here` have joined; or 0."""
         return max((n for n in self.fitting if n <= here), default=0)
 
 

@@ -143,7 +143,7 @@ class Server:
         return rank in self._joined and rank not in self._left
 
     async def everyone_else_has_left(self, rank: int | None, seconds: float) -> None:
-        """Waits until no process but `rank` is joined, or for so many seconds."""
+        """Waits until no process but `rank` is joined, for at most `seconds`."""
         for _ in range(int(seconds / 0.05)):
             if len(self._joined) == (rank in self._joined):
                 break

@@ -72,7 +72,7 @@ def finished_first(what: str, kind: str = "save", step: int | None = None) -> It
 
 
 def wait(began: float, most: float | None = None) -> None:
-    """Waits until no work is left, for at most so many seconds after `began`.
+    """Waits until no work is left, for at most `most` seconds after `began`.
 
     By default that is the launcher's `--grace`; without a launcher there is no limit.
     """

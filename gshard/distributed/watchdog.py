@@ -250,7 +250,7 @@ class Watchdog:
             raise GShardError(f"the processes do not make the same call: {calls}. {_SAME_CALLS}")
         if meeting.without is not None:
             rank, words = meeting.without
-            raise ConnectionError(f"process {rank} has gone from the job: {words}")
+            raise ConnectionError(f"process {rank} has left the job: {words}")
 
     async def _end_all(self, wait: _Wait, groups: list[Group]) -> None:
         if not any(x.what_runs is wait.what_runs for x in self._waits()):

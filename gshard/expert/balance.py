@@ -22,6 +22,9 @@ def load(routing: Routing) -> jax.Array:
     Returns:
       float32 (E,); counts of parts of a batch add up.
 
+    Raises:
+      GShardError: `routing` is not a `Routing`.
+
     Example:
       >>> gshard.expert.load(gshard.expert.route(jnp.array([[[0.0, 2.0, 1.0]]]), 2))
       Array([0., 1., 1.], dtype=float32)
@@ -39,6 +42,9 @@ def dropped(routing: Routing) -> jax.Array:
     Returns:
       A float32 scalar from 0 to 1.
 
+    Raises:
+      GShardError: `routing` is not a `Routing`.
+
     Example:
       >>> float(gshard.expert.dropped(gshard.expert.route(jnp.zeros((1, 8, 4)), 1)))
       0.625
@@ -50,9 +56,9 @@ def dropped(routing: Routing) -> jax.Array:
 def load_balancing_loss(logits: Any, routing: Routing, *, by_group: bool = False) -> jax.Array:
     """Computes how unevenly experts are used: 1 if all alike, E / K if all tokens go to the same K.
 
-    It is `E * sum_e f_e P_e`, of the fraction of choices that are expert e and the mean probability
-    that the router gives it (Switch Transformers, Fedus et al., 2021, equation 4). Only the
-    probability has a gradient.
+    It is `E * sum_e f_e P_e`, where f_e is the fraction of choices that go to expert e and P_e the
+    mean probability that the router gives it (Switch Transformers, Fedus et al., 2021, equation 4).
+    Only the probability has a gradient.
 
     Args:
       logits: (G, T, E), those of the routing.
@@ -110,8 +116,8 @@ def update_bias(bias: Any, load: Any, *, rate: float = 1e-3) -> jax.Array:
 
     Source: loss-free balancing (Wang et al., 2024, arXiv 2408.15664, algorithm 1), as in
     DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). Nothing is differentiated. Give it the load of
-    the whole batch: inside a loss of gshard every sum is one over all examples, and an auxiliary
-    output `gshard.expert.load(routing)` is one after the step, also of several micro-batches.
+    the whole batch: inside a loss of gshard `load` already sums over all examples; with several
+    micro-batches return it as an auxiliary output, and update the bias after the step.
 
     Args:
       bias: float (E,), the `bias=` of `route`; zeros at first. Keep it in float32: in bfloat16 the

@@ -40,7 +40,7 @@ class Call:
 def dropless(
     fun: Callable[[Any, jax.Array, jax.Array], Any], params: Any, x: Any, routing: Routing
 ) -> jax.Array:
-    """Sends every token to all of its experts, and adds up what they make of it.
+    """Sends every token to all of its experts, and adds up their outputs.
 
     Where `dispatch` gives each expert the same number of slots, here the tokens of all experts
     are rows of one array, sorted by expert, and `fun` multiplies them by `jax.lax.ragged_dot`. So

@@ -60,19 +60,19 @@ def route(
     bias: Any = None,
     normalize: bool = True,
 ) -> Routing:
-    """Chooses the `k` best experts of each token, and its place among the tokens of each.
+    """Chooses the `k` best experts of each token, and the token's position among those of each.
 
     An expert takes at most `C = ceil(T * k / E * capacity_factor)` tokens of each group: its fair
     share times a factor (GShard, Lepikhin et al., 2020, section 2.2; Switch Transformers, Fedus et
     al., 2021, section 2.2). Earlier tokens come first, so that none depends on a later one. A group
-    is one entry of dimension 0, usually a sequence, so that it does not depend on the number of
-    devices which tokens are dropped.
+    is one entry of dimension 0, usually a sequence, so which tokens are dropped does not depend on
+    the number of devices.
 
     Args:
       logits: (G, T, E), what the router computes for each token; used in float32.
       k: experts of a token, 1 to E.
-      capacity_factor: as above; None for experts that take every token of a group. Warns of one
-        with which more than half of the assignments are always dropped.
+      capacity_factor: as above; None for experts that take every token of a group. A factor with
+        which more than half of the assignments are always dropped gives a warning.
       score: `"softmax"` over the experts, or `"sigmoid"` of each (DeepSeek-V3, arXiv 2412.19437,
         section 2.1.2).
       bias: (E,), added to the scores for the choice alone, and not to the weights (`update_bias`).
@@ -186,7 +186,7 @@ def dispatch(x: Any, routing: Routing) -> jax.Array:
 
 
 def combine(y: Any, routing: Routing) -> jax.Array:
-    """Adds up what the experts made of each token, by the weights of the routing.
+    """Adds up the experts' outputs for each token, by the weights of the routing.
 
     Args:
       y: (E, G, C, D), the outputs of the experts, at the slots of `dispatch`.

@@ -72,7 +72,7 @@ def _cross_entropy(x_BxTxD, head_DxV, next_BxT, size: int) -> jax.Array:
 
     It is NaN, and so is its gradient, if a next token is not from 0 to V - 1.
 
-    What the backward pass keeps of a slice is the logarithm of its normaliser. It also makes the
+    What the backward pass keeps of a slice is the logarithm of its normalizer. It also makes the
     backward pass wait for the forward pass: otherwise a compiler may compute the loss, which
     nothing but the log needs, at the very end, and keep the whole head until then.
     """

@@ -34,7 +34,7 @@ START = nn.initializers.normal(0.02)
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer MLP; each sees a normalised copy of the stream."""
+    """Attention, then a two-layer MLP; each sees a normalized copy of the stream."""
 
     layers: int
     heads: int

@@ -153,7 +153,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a gated MLP; each sees a normalised copy of the stream."""
+    """Attention, then a gated MLP; each sees a normalized copy of the stream."""
 
     sizes: Sizes
     dtype: Any

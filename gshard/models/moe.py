@@ -2,7 +2,7 @@
 
 Tokens go to their experts by one-hot products, which every compiler makes fast (Lepikhin et al.,
 2020, section 3.2). Unlike Mixtral's, an expert takes a limited number of tokens of each group of
-neighbours; a token that finds its expert full goes past it. No token depends on other sequences,
+adjacent ones; a token that finds its expert full goes past it. No token depends on other sequences,
 nor on how many devices share them. Experts are sharded like all other parameters, and no token
 leaves its device, unless `keep=` keeps experts on an axis of the mesh (docs/expert.md).
 
@@ -117,7 +117,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then experts; each sees a normalised copy of the stream."""
+    """Attention, then experts; each sees a normalized copy of the stream."""
 
     sizes: llama.Sizes
     routing: Routing

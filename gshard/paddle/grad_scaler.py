@@ -71,7 +71,10 @@ class Scaler:
         if not self.settings.enable:
             return
         if keep.finite is not None:
-            raise CallOrderError("unscale_() has already been called for these gradients.")
+            raise CallOrderError(
+                "unscale_() has already been called for these gradients. Call it once before each "
+                "step(optimizer)."
+            )
         keep.take()
         if keep.scaler is not self:
             raise GShardError(
@@ -87,7 +90,10 @@ class Scaler:
             optimizer.step()
             return
         if keep in self._stepped:
-            raise CallOrderError("step() has already been called since the last update().")
+            raise CallOrderError(
+                "step() has already been called since the last update(). Call update() after each "
+                "step of the optimizer."
+            )
         if keep.finite is None:
             self.unscale_(optimizer)
         keep.step(keep.finite)
@@ -98,7 +104,10 @@ class Scaler:
         if not self.settings.enable:
             return
         if not self._found:
-            raise CallOrderError("update() was called without a step() or unscale_() before it.")
+            raise CallOrderError(
+                "update() was called without a step() or unscale_() before it. Call "
+                "step(optimizer) first."
+            )
         finite = functools.reduce(jnp.logical_and, self._found)
         self._state = self.settings.after(self._state, finite)
         self._found, self._stepped = [], []

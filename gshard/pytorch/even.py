@@ -36,7 +36,7 @@ from gshard.wrapped.arguments import first_process
 class Even:
     """The state and the step of an optimizer that shards every tensor.
 
-    With `overlap_with_ddp`, `DataParallel.backward` runs `updated` with `arguments` in its program.
+    With `overlap_with_ddp`, the model's `backward` runs `updated` with `arguments` in its program.
 
     Attributes:
       target: the parameters.

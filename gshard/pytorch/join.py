@@ -29,12 +29,12 @@ class Join:
 
     Example:
       >>> from flax import nnx
-      >>> dp = gshard.pytorch.DataParallel(nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
-      >>> opt = gshard.pytorch.ZeroRedundancyOptimizer(dp, optax.adam, lr=1e-3)
+      >>> ddp = gshard.pytorch.DistributedDataParallel(nnx.Linear(64, 32, rngs=nnx.Rngs(0)))
+      >>> opt = gshard.pytorch.ZeroRedundancyOptimizer(ddp, optax.adam, lr=1e-3)
       >>> mean_square = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
-      >>> with gshard.pytorch.Join([dp, opt]) as join:
+      >>> with gshard.pytorch.Join([ddp, opt]) as join:
       ...     for batch in join([batch, batch]):
-      ...         loss = dp.backward(mean_square, batch)
+      ...         loss = ddp.backward(mean_square, batch)
       ...         _ = opt.step()
       ...         opt.zero_grad()
     """
@@ -50,7 +50,8 @@ class Join:
         """Joins models and optimizers.
 
         Args:
-          joinables: `DataParallel`s and `ZeroRedundancyOptimizer`s on the same devices.
+          joinables: `DistributedDataParallel`s and `ZeroRedundancyOptimizer`s on the same
+            devices.
           enable: False if inputs are known to be even: processes then do not communicate before
             each batch.
           throw_on_early_termination: raise on all processes as soon as one runs out of data.
@@ -102,7 +103,7 @@ class Join:
         if self._enable and error is None and not self._is_called:
             warn(
                 "Join: the loop was not over join(inputs), so that it joined nothing: where inputs "
-                "are uneven, processes would wait for each other for ever. Write "
+                "are uneven, processes would wait for each other forever. Write "
                 "`with Join([...]) as join:` and `for batch in join(inputs):`."
             )
 

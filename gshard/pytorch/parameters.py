@@ -34,7 +34,7 @@ class Parameters:
     Attributes:
       tree: the arrays; with several groups a list of trees.
       labels: the group of every leaf; None for a leaf that is not optimized.
-      accumulation: the gradients of their `DataParallel`, if they belong to one.
+      accumulation: the gradients of their `DistributedDataParallel`, if they belong to one.
       in_place: whether a step sets the user's own Variables.
     """
 
@@ -163,7 +163,9 @@ class Model(Parameters):
                 "Variables of it, or make another optimizer."
             )
         if any(label_of[i] is not None for i in added):
-            raise GShardError("add_param_group: a parameter is already in another group.")
+            raise GShardError(
+                "add_param_group: a parameter is already in another group. Leave it out here."
+            )
         if self.accumulation is not None and self.accumulation.holds:
             raise GShardError(
                 "add_param_group: there are gradients of backward that no step has used. Call "

@@ -20,7 +20,7 @@ from gshard.train.gradients import LocalGradients
 
 
 class OptimizerStep:
-    """`opt.step(grads)` or `opt.step(closure=...)`; with a `DataParallel`, `opt.step()`."""
+    """`opt.step(grads)` or `opt.step(closure=...)`; with DistributedDataParallel, `opt.step()`."""
 
     def __init__(self, engine: Callable[[], Even | Greedy], check: Callable[[], None]):
         """`engine` returns the current one: a group that is added makes another.
@@ -42,8 +42,8 @@ class OptimizerStep:
           grads: a tree like the parameters: full averaged arrays, or sharded as in the plan, or
             `LocalGradients`. None for a leaf: the leaf and its state stay unchanged. State of the
             entire group, such as a count, is updated if any of its leaves has a gradient.
-          closure: a function that returns `(loss, grads)`, called once; with a `DataParallel` one
-            that calls `backward` and returns the loss.
+          closure: a function that returns `(loss, grads)`, called once; with a
+            `DistributedDataParallel` one that calls `backward` and returns the loss.
 
         Returns:
           The new parameters (a model is changed in place). With a closure the loss, and for a tree

@@ -45,7 +45,7 @@ class ZeroRedundancyOptimizer:
     """An optimizer whose state is sharded over devices; parameters stay replicated.
 
     `step(grads)` takes averaged gradients, those of `gshard.value_and_grad(loss_fn, opt.plan)`, or
-    the ones that the `backward` of a `gshard.pytorch.DataParallel` has accumulated.
+    the ones that the `backward` of a `gshard.pytorch.DistributedDataParallel` has accumulated.
 
     Attributes:
       plan: the layout of every array, as a `gshard.Plan`.
@@ -72,14 +72,15 @@ class ZeroRedundancyOptimizer:
         """Makes an optimizer and shards its state.
 
         Args:
-          params: an NNX module, a `gshard.pytorch.DataParallel` or its `parameters()`, a tree or an
-            iterable of arrays, or a list of groups: dictionaries of `"params"` and hyperparameters.
+          params: an NNX module, a `gshard.pytorch.DistributedDataParallel` or its `parameters()`, a
+            tree or an iterable of arrays, or a list of groups: dictionaries of `"params"` and
+            hyperparameters.
           optimizer_class: an optax factory, such as `optax.adamw`.
           process_group: devices from `gshard.distributed.new_group`, or a mesh. Default: all
-            devices, or those of the `DataParallel`.
+            devices, or those of the `DistributedDataParallel`.
           parameters_as_bucket_view: all-gather updated parameters in buckets, not one by one.
-          overlap_with_ddp: with a `DataParallel`, `backward` also updates the parameters, in one
-            compiled program. `parameters_as_bucket_view` has no effect then.
+          overlap_with_ddp: with a `DistributedDataParallel`, `backward` also updates the
+            parameters, in one compiled program. `parameters_as_bucket_view` has no effect then.
           partition: `"even"` shards every tensor; `"greedy"` assigns full tensors to devices, as
             PyTorch does.
           **defaults: hyperparameters for groups that do not set them; `lr` is `learning_rate`.
@@ -148,7 +149,7 @@ class ZeroRedundancyOptimizer:
 
     @property
     def ddp(self) -> Any:
-        """The `DataParallel` whose gradients it uses, or None."""
+        """The `DistributedDataParallel` whose gradients it uses, or None."""
         keep = self._target.accumulation
         return None if keep is None else keep.model
 
@@ -166,7 +167,7 @@ class ZeroRedundancyOptimizer:
         return ParamStates(self.param_groups, self._engine.states())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of a `DataParallel`; other gradients belong to the caller."""
+        """Drops the gradients of its `ddp`, if any; other gradients belong to the caller."""
         del set_to_none
         if self._target.accumulation is not None:
             self._target.accumulation.clear()

@@ -62,19 +62,19 @@ def attention(
         run; as few hops as `window` needs. "ulysses": an all-to-all gives each device all tokens
         of some heads, so heads must be a multiple of S. "gather": every device gathers all keys
         and values.
-      order: how the sequence is laid over the devices. "zigzag" balances `causal` by ring and
+      order: how the sequence is split over the devices. "zigzag" balances `causal` by ring and
         gather; see `gshard.sequence.zigzag`.
       axis: the mesh axis over which the sequence is sharded.
       implementation: "cudnn" for the kernel of `jax.nn.dot_product_attention` on GPUs, with
         `by="ulysses"`, for bfloat16 or float16. It takes no `segment_ids`, and `window` with
         `causal`. By default, and with "xla", block by block.
-      block_size: at most so many queries meet so many keys at a time. Larger blocks need more
-        memory, batch x heads x block_size^2 floats, and fewer operations. By default 512, or 1/256
-        of the tokens that meet if that is more.
+      block_size: the most queries, and the most keys, that are multiplied at a time. Larger blocks
+        need more memory, batch x heads x block_size^2 floats, and fewer operations. By default 512,
+        or 1/256 of the tokens that meet if that is more.
 
     Returns:
-      (batch, T/S, heads, features of a value), in the dtype of `q`. A remat policy that saves the
-      name "sequence_attention" does not run the attention again in the backward pass.
+      (batch, T/S, heads, features of a value), in the dtype of `q`. With a remat policy that saves
+      the name "sequence_attention", the backward pass does not compute the attention again.
 
     Raises:
       GShardError: shapes, dtypes or sizes that do not fit, an unknown `by` or `order`, or what

@@ -37,8 +37,8 @@ def check_halves(length: int, devices: int, order: str, axis: str) -> None:
     check_choice("order", order, ORDERS)
     if order == "zigzag" and sees_full_sequences(axis):
         raise GShardError(
-            'order="zigzag" inside a step of gshard, whose losses see sequences in their own '
-            "order: leave it out, and do not reorder the batch."
+            'order="zigzag" does not apply inside a step of gshard, whose losses see sequences in '
+            "their own order. Leave it out, and do not reorder the batch."
         )
     if order == "zigzag" and devices > 1 and length % 2:
         raise GShardError(
@@ -66,7 +66,7 @@ def positions(x: Any, *, order: Order = "contiguous", axis: str = "sequence") ->
 
     Args:
       x: an array (batch, T/S, ...), or the number T/S of tokens of a device.
-      order: how the sequence is laid over the devices, see `zigzag`.
+      order: how the sequence is split over the devices, see `zigzag`.
       axis: the mesh axis over which the sequence is sharded.
 
     Returns:
@@ -104,7 +104,7 @@ def zigzag(x: Any, devices: int, *, dim: int = 1) -> Any:
     """Reorders a whole sequence, so that contiguous slices of it are the zig-zag slices.
 
     Call it on the host, on every array of a batch that has a sequence dimension, before the batch
-    is laid over the devices. Then pass `order="zigzag"` to the functions of this module.
+    is placed on the devices. Then pass `order="zigzag"` to the functions of this module.
 
     Args:
       x: an array with the whole sequence along `dim`, of NumPy or JAX.
@@ -112,7 +112,8 @@ def zigzag(x: Any, devices: int, *, dim: int = 1) -> Any:
       dim: the dimension of the sequence.
 
     Returns:
-      An array of the same shape and type. Its i-th of S slices has the slices i and 2S-1-i of 2S.
+      An array of the same shape and type. Cut into S slices, its slice i holds the slices i and
+      2S-1-i of `x` cut into 2S.
 
     Raises:
       GShardError: the sequence is not a multiple of 2S tokens, or there is no such dimension.
@@ -172,7 +173,7 @@ def _reordered(x: Any, devices: int, dim: int, *, back: bool) -> Any:
     return pieces.take(order, axis=known).reshape(shape)
 
 
-# ---- neighbouring tokens ------------------------------------------------------------------------
+# ---- adjacent tokens ----------------------------------------------------------------------------
 
 
 @of_slices({"tokens": 1}, result=1)
@@ -188,7 +189,7 @@ def shift_left(
       tokens: (batch, T/S, ...), any dtype.
       fill: a scalar for the last position of the sequence, which has no next token. Leave it out
         of the loss. Of integer tokens it is an integer that their dtype holds.
-      order: how the sequence is laid over the devices, see `zigzag`.
+      order: how the sequence is split over the devices, see `zigzag`.
       axis: the mesh axis over which the sequence is sharded.
 
     Returns:
@@ -217,7 +218,7 @@ def shift_right(
       tokens: (batch, T/S, ...), any dtype.
       fill: a scalar for the first position of the sequence, which has no previous token. Of
         integer tokens it is an integer that their dtype holds.
-      order: how the sequence is laid over the devices, see `zigzag`.
+      order: how the sequence is split over the devices, see `zigzag`.
       axis: the mesh axis over which the sequence is sharded.
 
     Returns:
@@ -255,7 +256,7 @@ def _shifted(tokens: Any, fill: Any, order: str, axis: str, *, left: bool) -> ja
         seam = rotate(border(tokens), axis, back)
         return shifted(tokens, jnp.where(ends[0] if left else ends[1], edge, seam))
     # The slice after the first half is on the next device, that after the second on the previous
-    # one. The last device has two neighbouring slices, and device 0 both ends of the sequence.
+    # one. The last device has two adjacent slices, and device 0 both ends of the sequence.
     first, second = jnp.split(tokens, 2, axis=1)
     of_first = rotate(border(first), axis, back)
     of_second = rotate(border(second), axis, -back)

@@ -53,7 +53,7 @@ class Ring:
 
     @property
     def chains(self) -> list[tuple[int, int]]:
-        """(direction, hops): keys come from so many devices before, or after, this one."""
+        """(direction, hops): keys come from as many devices before, or after, this one."""
         every, window = self.devices - 1, self.masking.window
         if not every or window is None or self.zigzag:
             return [(1, every)] if every else []
@@ -66,10 +66,10 @@ class Ring:
 
     @property
     def unrolled(self) -> int:
-        """So many hops at most are no loop.
+        """The largest number of hops that are unrolled; more run in a loop.
 
-        Equal hops are one, as time to compile and, on CPUs, memory would grow with the hops. Those
-        of a window differ, and in a loop each would compute all that any of them sees.
+        Equal hops run in a loop, since unrolled ones cost time to compile and, on CPUs, memory. The
+        hops of a window differ, and in a loop each of them would compute what any of them needs.
         """
         return 1 if self.masking.window is None or self.zigzag else UNROLLED
 
@@ -84,7 +84,7 @@ class Ring:
         return tuple(pair for pairs in found for pair in pairs)
 
     def pairs(self, shift: Any) -> tuple[Pairs, Pairs]:
-        """The blocks that meet after so many hops: keys of this ring's turn, or wrapped around.
+        """The blocks that meet after `shift` hops: of keys that did not wrap around, and that did.
 
         A device i has the keys of i - shift, or beyond the ends of the row of devices those of
         i - shift + S (or - S), which lie on its other side.

@@ -179,9 +179,9 @@ def check_trained_batch(batch: Any, dims: Sequence[int | None], given: SequenceD
             another += "If its sequence is another dimension, name that: "
             another += f"sequence_dims={{{_pattern(path)!r}: 2}}. "
         warn(
-            f"{described(i)} ({bytes_of(sizes[i])}) is not sharded over the sequence axis, as "
-            f"{other} is: dimension 1 is not a multiple of it. Each device of the axis has all of "
-            f"it, and computes as much as if there were no such axis. {another}If it has no "
+            f"{described(i)} ({bytes_of(sizes[i])}) is not sharded over the sequence axis, unlike "
+            f"{other}, because its dimension 1 is not a multiple of the axis. Every device of the "
+            f"axis holds the full array and repeats its computation. {another}If it has no "
             f"sequence, say so: sequence_dims={{{_pattern(path)!r}: None}} of shard_train_state."
         )
 

@@ -202,8 +202,8 @@ def budget(
       reshard_after_forward: as in `make_train_step`.
       loss_transfers: what the loss needs of other devices' examples, `step.loss_transfers` after
         the first call. A plan does not know it; `step.budget` has it.
-      devices_per_node: how many neighbours in the mesh share fast links, such as the 8 GPUs of a
-        host. By default JAX says so of GPUs and TPUs; CPU devices are one node.
+      devices_per_node: how many adjacent devices of the mesh share fast links, such as the 8 GPUs
+        of a host. By default JAX says so of GPUs and TPUs; CPU devices are one node.
       products: what an optimizer such as Muon computes, `plan.update_products`, which traces an
         update; `step.budget` has it.
       forward_passes: number of forward passes over all micro-batches before the gradients. A loss
@@ -256,8 +256,8 @@ def budget(
     ]
     if loss_transfers is None:  # an attribute of a step that was not traced yet
         raise GShardError(
-            "loss_transfers=None: a step knows what its loss communicates after its first call or "
-            "step.lower(state, batch)."
+            "loss_transfers=None: this step has not been traced yet. Call it, or "
+            "step.lower(state, batch), first."
         )
     loss_transfers = list(loss_transfers)
     communicated += [_of_loss(x, plan.group, micro_batches, nodes) for x in loss_transfers]

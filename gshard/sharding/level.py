@@ -78,7 +78,7 @@ def parse_levels(levels: Any) -> tuple[str, ...]:
         raise GShardError(f"levels={shown(levels)} must be a list of levels.")
     names = tuple(dict.fromkeys(parse_level(level).name for level in levels))
     if not names:
-        raise GShardError("levels= names none.")
+        raise GShardError("levels= is empty. Name at least one level, such as 'os'.")
     return names
 
 

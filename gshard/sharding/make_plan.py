@@ -332,7 +332,7 @@ def _warn_of_padding(layouts: Sequence[Layout], rule: Rule, level: Level) -> Non
     group = sharded[0].group
 
     def over(devices: int) -> list[Layout]:
-        """The same arrays in shard groups of so many devices."""
+        """The same arrays in shard groups of this many devices."""
         other = dataclasses.replace(group, shard=group.shard[:1], sizes=(devices,))
         return [
             lay_out(
@@ -357,8 +357,8 @@ def _warn_of_padding(layouts: Sequence[Layout], rule: Rule, level: Level) -> Non
     memory = [sum(x.bytes_per_device for x in found) for found in (sharded, better)]
     warn(
         f"sharded over {group.size:,} devices, parameters take {padded:.2f} times as many elements "
-        "as they have, in memory and in every all-gather and reduce-scatter: their dimensions are "
-        f"too short and are padded, most of all {named}. "
+        "as they have, in memory and in every all-gather and reduce-scatter, because short "
+        f"dimensions are padded, most of all {named}. "
         f"gshard.make_mesh(replica={group.replicas * replicas}) shards over "
         f"{group.size // replicas:,}: {_padded(better):.2f} times as many elements, and "
         f"{memory[1] / memory[0]:.2f} times the memory of each device."

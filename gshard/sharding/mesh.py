@@ -66,14 +66,14 @@ def make_mesh(
 
     Args:
       shape: sizes of the shard axes by name, major to minor, such as `{"a": 2, "b": 4}`. By default
-        there is one axis, `"shard"`, over all devices that `replica` and `extra` leave. On a TPU
-        torus there is one axis per dimension: `"shard_x"`, `"shard_y"`, ..., and `"shard_slice"`
-        over several slices.
+        there is one axis, `"shard"`, over all devices that `replica`, `expert`, `sequence` and
+        `extra` leave. On a TPU torus there is one axis per dimension: `"shard_x"`, `"shard_y"`,
+        ..., and `"shard_slice"` over several slices.
       replica: number of replicas of the sharded state (hybrid sharding). A `"replica"` axis of this
         size comes first: state is sharded within a replica, and gradients are summed over replicas.
         Replicas are on different nodes (hosts of GPUs, TPU slices) if there are enough.
       expert: number of devices that share the experts of a mixture. An `"expert"` axis of this size
-        comes after the others but `sequence`. State is sharded over it as well, and what
+        follows the shard axes and precedes `"sequence"`. State is sharded over it as well, and what
         `shard_train_state(keep=)` names stays on its devices.
       sequence: number of devices that share the sequence of an example (sequence or context
         parallelism). A `"sequence"` axis of this size comes after the others that gshard shards
@@ -83,13 +83,14 @@ def make_mesh(
         them.
       devices: the devices in mesh order. By default all of `jax.devices()`, those of one node next
         to each other. The devices of a TPU torus are ordered by their coordinates, and those that
-        share sequences in rings of neighbours.
+        share a sequence form a ring of adjacent devices.
 
     Returns:
       A `jax.sharding.Mesh` whose axes all have the type `Auto`.
 
     Raises:
-      GShardError: the sizes do not multiply to a number of devices that exist.
+      GShardError: a name, a size or a device is not valid, or the sizes do not fit the number of
+        devices.
 
     Example:
       >>> dict(gshard.make_mesh(replica=2).shape)
@@ -264,7 +265,9 @@ def devices_of(argument: str, devices: Any, or_else: str = "") -> list[Any]:
             f"jax.devices()[:2] or gshard.distributed.new_group([0, 1]){or_else}."
         )
     if len(set(given)) < len(given):
-        raise GShardError(f"{argument}={shown(devices)} names a device twice.")
+        raise GShardError(
+            f"{argument}={shown(devices)} names a device twice. Name each device once."
+        )
     return given
 
 

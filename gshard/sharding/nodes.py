@@ -133,7 +133,7 @@ def _links(kind: str, nodes: np.ndarray, count: int) -> np.ndarray:
 
 
 def _factor(kind: str, size: int) -> Fraction:
-    """The share of the payload that goes over one link, in a group of so many devices."""
+    """The share of the payload that goes over one link, in a group of `size` devices."""
     return Fraction(1, size) if kind in _TO_EACH else sent_share(kind, size)
 
 
@@ -167,7 +167,7 @@ def nodes_of(mesh: Mesh | AbstractMesh, devices_per_node: int | None = None) -> 
     """Returns the nodes of a mesh.
 
     By default JAX says which devices share links. Virtual CPU devices, and a mesh without devices,
-    are one node; `devices_per_node` neighbours in the mesh are one if it is given.
+    are one node. If it is given, `devices_per_node` adjacent devices of the mesh are one.
 
     Raises:
       GShardError: `devices_per_node` does not divide the devices.

@@ -156,8 +156,8 @@ class Plan:
     def batch_specs(self, batch: Any) -> Any:
         """Returns the `PartitionSpec` of each array of a batch.
 
-        Examples are sharded over the data axes, and dimension 1 over the sequence axis of the mesh
-        if it has one.
+        Examples are sharded over the data axes and, if the mesh has a sequence axis, dimension 1
+        over it, or the dimension that `sequence_dims=` names.
 
         Args:
           batch: the global batch; shapes alone are read.

@@ -41,18 +41,19 @@ class Precision:
       exceptions: other compute dtypes by path pattern, such as `{"LayerNorm": "float32"}`.
       gather_dtype: dtype in which all-gathers of parameters send them, in blocks of at most 256
         entries with a scale each: `"int8"`, `"int4"`, `"float8_e4m3fn"`, `"float8_e5m2"`, or a
-        `Quantized`, which has a length of blocks too. None: in the compute dtype. Every device
-        computes with the same, rounded parameters.
+        `Quantized`, which also sets the block length. None sends the compute dtype. All devices
+        compute with the same rounded parameters.
       scatter_dtype: the same for reduce-scatters of gradients. The sums are float32. `"int4"` is
         rounded up or down at random; the random numbers are a function of the step, the device and
         the parameter.
       wire_exceptions: other dtypes to send arrays in, by path pattern, such as `{"router": None}`;
         None sends them as they are.
       state_dtype: `"int8"` stores the optimizer's moments in 8 bits, in blocks with a scale each.
-        Embeddings and arrays below 4096 elements keep their dtype. By default all arrays do.
-      state_exceptions: what `state_dtype` does instead by pattern of a parameter's path or of the
-        path of an array of the optimizer state: `"int8"`, or None to keep the dtype. Arrays that
-        are no moments, such as copies of parameters, keep theirs in any case.
+        Embeddings, arrays of fewer than 4096 elements and arrays whose blocks would be too short
+        keep their dtype. None: all arrays do.
+      state_exceptions: exceptions to `state_dtype`, by pattern of a parameter's path or of the path
+        of an array of the optimizer state: `"int8"`, or None to keep the dtype. Arrays that are not
+        moments, such as copies of parameters, keep theirs in any case.
 
     Raises:
       GShardError: a dtype is unknown or not of its kind, or a pattern is not a regular expression.
@@ -85,9 +86,9 @@ class Precision:
             object.__setattr__(self, name, wire_dtype(getattr(self, name), name))
         if getattr(self.gather_dtype, "rounding", None) == "stochastic":
             raise GShardError(
-                f"gather_dtype={self.gather_dtype}: parameters are rounded to the nearest, so that "
-                "they are the same in every step that does not change them. Leave rounding= out; "
-                "it is for scatter_dtype=."
+                f"gather_dtype={self.gather_dtype}: parameters are always rounded to the nearest, "
+                "so that those that a step does not change are sent as the same values again. "
+                "Leave rounding= out; it applies to scatter_dtype= only."
             )
         checked = _by_pattern("exceptions", self.exceptions, "{'LayerNorm': 'float32'}", _wide)
         object.__setattr__(self, "exceptions", checked)

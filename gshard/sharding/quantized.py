@@ -31,14 +31,15 @@ class Quantized:
 
     Args:
       dtype: of the codes: `"int8"`, `"int4"`, `"float8_e4m3fn"` or `"float8_e5m2"`.
-      block: most entries that share a scale, 32 to 256. An entry is off by a share of the largest
-        entry of its block, so shorter blocks round less; a scale is 2 bytes.
+      block: the most entries that share a scale, 32 to 256. The rounding error is proportional to
+        the largest entry of a block, so shorter blocks are more precise; each scale takes 2 bytes.
       rounding: of gradients: `"nearest"`, or `"stochastic"`, which is up or down at random, so that
         the mean is right, for `"int8"` and `"int4"`. By default stochastic for `"int4"`, else
         nearest. Parameters are always rounded to the nearest.
 
     Raises:
-      GShardError: an argument is none of these.
+      GShardError: an argument is not one of these, or `"stochastic"` is given with a dtype that it
+        is not for.
 
     Example:
       >>> short = gshard.Quantized("int4", block=64)

@@ -1,6 +1,6 @@
 """Where devices are: on which node, and where in the torus of a TPU slice.
 
-A mesh follows the links: devices of one node are neighbours in it, model-parallel axes are within a
+A mesh follows the links: devices of one node are adjacent in it, model-parallel axes are within a
 node where they fit, and replicas are on different nodes.
 """
 
@@ -64,7 +64,7 @@ def arrange(
     """Arranges all devices of TPU slices by their links; returns them with the names of the axes.
 
     Replicas are on different slices, then on different planes of the torus; axes of the user's own
-    (`extra`) are lines of neighbours in a slice. The rest is one shard axis for each dimension of
+    (`extra`) are lines of adjacent devices in a slice. The rest is one shard axis per dimension of
     the torus and one over slices, or a single one.
 
     Returns None if the order of the devices is as good, or if the sizes do not fit the torus.

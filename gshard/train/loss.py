@@ -30,8 +30,9 @@ class Weighted:
     """A loss, or an auxiliary output, as a sum and its weight.
 
     With `loss_semantics="per_device"` gshard adds up both over all devices and micro-batches and
-    divides once, so that a mean over valid tokens matches single-device training. Otherwise it is
-    the quotient of both for the whole batch, which a loss can as well divide by itself.
+    divides once, so that a mean over valid tokens matches single-device training. Otherwise it
+    stands for `sum / weight` of the whole batch (with `"per_micro_batch"` of each micro-batch), and
+    a loss may return that quotient instead.
 
     Attributes:
       sum: floating scalar, the loss summed over the examples that the function was given.
@@ -75,8 +76,9 @@ _COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, SAME: lambda
 class Reduced:
     """An auxiliary or evaluation output, and how it is reduced over the examples of a batch.
 
-    Needed with `loss_semantics="per_device"`. Otherwise the value is that of the whole batch as it
-    is.
+    It applies with `loss_semantics="per_device"` or `"per_micro_batch"`, and over the calls of
+    `value_and_grad(sync=False)`. Otherwise the value is that of the whole batch already, and is
+    returned as it is.
 
     Attributes:
       value: scalar or array computed from the examples that the function was given, such as their

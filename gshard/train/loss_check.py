@@ -143,9 +143,9 @@ def check_mean(
         if weighted[-1]:
             warn(
                 "the loss returns a gshard.Weighted whose values do not add up over examples: for "
-                f"{count} examples of one device sum / weight is {together:.6g}, and from the sums "
-                f"and weights of subsets of them {other:.6g}. {effect} Return the sum over the "
-                "examples and their total weight, without dividing: "
+                f"{count} examples of one device sum / weight is {together:.6g}, but with the sums "
+                f"and weights of subsets of them added up it is {other:.6g}. {effect} Return the "
+                "sum over the examples and their total weight, without dividing: "
                 f"gshard.Weighted((losses * mask).sum(), mask.sum()). {end}"
             )
             return

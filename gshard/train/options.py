@@ -101,7 +101,7 @@ def skips_nonfinite(plan: Plan, options: TrainStepOptions) -> bool:
         skips = scaler or not treats_nonfinite(plan.opt_state)
         if not skips and (groups := untreated_groups(plan.opt_state)):
             warn(
-                "the optimizer treats non-finite gradients itself in some groups of "
+                "the optimizer handles non-finite gradients itself in some groups of "
                 f"optax.partition, and not in {some(groups)}: a NaN there ruins its parameters for "
                 "good. Pass skip_nonfinite=True, or wrap all groups in optax.apply_if_finite."
             )
@@ -113,7 +113,8 @@ def skips_nonfinite(plan: Plan, options: TrainStepOptions) -> bool:
             "overflow. Leave skip_nonfinite= out, or pass no scaler."
         )
     if options.max_bad_steps not in (None, MAX_BAD_STEPS):
-        why = "treats them itself" if options.skip_nonfinite is None else "is given them"
+        by_default = options.skip_nonfinite is None
+        why = "handles such gradients itself" if by_default else "gets such gradients"
         raise GShardError(
             f"max_bad_steps={options.max_bad_steps} counts skipped steps, and no step with a "
             f"non-finite gradient is skipped: the optimizer {why}. Leave max_bad_steps= out, or "

@@ -87,7 +87,7 @@ class ReplicaCheck:
                     f"{'s' * (len(group) - len(odd) > 1)} which should hold the same bits"
                     f"{', and it is not known which is right' * tie}. A device has computed or "
                     "stored something wrong, or the copies were not equal when training began "
-                    "(check_replicas=1 finds the call). Test the device, and leave it out."
+                    "(check_replicas=1 finds the call). Test the device, and run without it."
                 )
         return ""
 

@@ -110,9 +110,10 @@ def make_train_step(
     of the global batch; float64 if the loss, or the gradients, are), `skipped_steps` (int32
     scalar), with `has_aux` `aux`, and with a scaler `loss_scale` (float32 scalar, of this step).
 
-    A step whose gradient norm is not finite, because of any entry on any device, changes nothing in
-    the state but its count of skipped steps (see `skip_nonfinite`). Neither does one whose loss is
-    a quotient of sums over examples, such as a masked mean, with a denominator of 0.
+    A step whose gradient norm is not finite, because of any entry on any device, is skipped (see
+    `skip_nonfinite`): it changes only the counts of skipped steps and, with a scaler, the scaler's
+    state. A step whose loss is a quotient of sums over examples, such as a masked mean, with a
+    denominator of 0 is always skipped, and does not change the scaler's state either.
 
     Args:
       loss_fn: Linen `loss_fn(params, batch)`, NNX `loss_fn(model, batch)`: a floating scalar, or
@@ -132,12 +133,12 @@ def make_train_step(
         `"per_device"` with device and micro-batch.
       scaler: a `gshard.GradScaler`, for float16.
       skip_nonfinite: whether a step whose gradient norm is not finite is skipped. With False the
-        optimizer gets such a gradient, as on one device. None: False for an optimizer that treats
-        them itself (`optax.zero_nans`, `optax.apply_if_finite`, `optax.MultiSteps` with
-        `should_skip_update_fn=`) where no scaler is given, else True.
+        optimizer gets that gradient, as on one device. None: True, unless the optimizer handles
+        such gradients itself (`optax.zero_nans`, `optax.apply_if_finite`, `optax.MultiSteps` with
+        `should_skip_update_fn=`) and there is no scaler.
       max_bad_steps: number of skipped non-finite steps in a row after which the step raises a
-        `NonFiniteError`, at most two steps late; None for never. A scaler first lowers its
-        scale, as far as 1 and for at most ten times as many steps.
+        `NonFiniteError`, at most two steps late; None for never. With a dynamic loss scale, up to
+        ten times as many steps are skipped while it is above 1.
       micro_batches: number of slices in which each device processes its examples, one after the
         other (k).
       accumulate: how gradients accumulate over micro-batches: `"level"` (dp, os: local; os_g,
@@ -157,11 +158,12 @@ def make_train_step(
       bucket_size: elements of one bucket; 0 for no buckets. By default all-reduces on CPU
         are not packed.
       end_bucket_size: elements of the first and of the last all-reduce of full gradients.
-      loss_semantics: `"global"`: the loss of the whole batch, as on one device, of unchanged code;
-        collectives are added where it needs other devices' examples. With several micro-batches it
-        is a sum over examples or a quotient of such sums. `"per_micro_batch"`: that of each
-        micro-batch over all devices, averaged. `"per_device"`: each device computes the loss of its
-        own examples, and the losses are averaged, as in PyTorch's DDP.
+      loss_semantics: `"global"`: the loss of the whole batch, as the same code computes it on one
+        device; gshard adds collectives where it needs other devices' examples. With several
+        micro-batches, a loss that needs all examples at once, such as an RMSE, is refused.
+        `"per_micro_batch"`: the loss of each micro-batch over all devices, averaged over the
+        micro-batches. `"per_device"`: each device computes the loss of its own examples, and the
+        losses are averaged, as in PyTorch's DDP.
       gather_limit: bytes that one operation of a global loss may all-gather; above, the error
         names its line. By default 64 MiB, or 1 % of `gshard.budget(plan).wire_bytes` if that
         is more.
@@ -172,9 +174,10 @@ def make_train_step(
         changes keeps its path, shape, dtype and layout.
       donate: whether the step reuses the memory of the state that it is given.
       check_loss: whether, with `"per_device"`, the first call warns if the loss is not a mean over
-        examples (a masked mean, a sum, a divided `gshard.Weighted`). It evaluates up to 8 examples
-        of each device, forward only. A loss that communicates by itself is not checked.
-        GSHARD_CHECK_LOSS=0 in the environment of every process turns the check off as well.
+        examples (a masked mean, a sum, or a `gshard.Weighted` whose sum is already divided by its
+        weight). It evaluates up to 8 examples of each device, forward only. A loss that
+        communicates by itself is not checked. GSHARD_CHECK_LOSS=0 in the environment of every
+        process turns the check off as well.
       check_replicas: number of steps after which the copies of parameters that several devices
         store are compared bit by bit, such as 100; None for never. If they differ, because a device
         computes or stores something wrong, a step raises at most two steps later, and nothing is
@@ -182,10 +185,12 @@ def make_train_step(
 
     Returns:
       The step: `step(state, batch)` returns `(state, metrics)`; for NNX `step(model, optimizer,
-      batch)` returns `metrics`. `step.lower(state, batch)` is that of `jax.jit`.
+      batch)` returns `metrics`. `step.lower(state, batch)` lowers it, like a `jax.jit` function.
 
     Raises:
       GShardError: an option is not valid; at the call, the batch or state does not fit the plan.
+      DonatedStateError: at the call, the state was given to an earlier step.
+      NonFiniteError: at the call, `max_bad_steps` steps in a row had non-finite gradients.
 
     Example:
       >>> mesh = gshard.make_mesh()
@@ -225,7 +230,7 @@ def make_train_step(
 class TrainStep:
     """The train step that `make_train_step` returns; call it, or `lower` it as a jitted function.
 
-    Print it for what it is and what its loss needs of other devices' examples.
+    `print(step)` shows its main options and what its loss communicates.
 
     Attributes:
       plan: the layout of every array.

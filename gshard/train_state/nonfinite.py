@@ -34,8 +34,8 @@ class ScalerState:
 
     Attributes:
       scale: float32 scalar, the current loss scale; 0 before the first step.
-      good: int32 scalar, number of finite steps since the scale last changed.
-      bad: int32 scalar, number of non-finite steps in a row.
+      good: int32 scalar, number of finite steps in a row since the scale last grew.
+      bad: int32 scalar, number of non-finite steps in a row since the scale last shrank.
 
     Example:
       >>> state, plan = gshard.shard_train_state(
@@ -83,8 +83,9 @@ _SETTINGS_ONLY = (
 class GradScaler:
     """Settings of loss scaling, which keeps small float16 gradients from becoming 0.
 
-    Pass it as `scaler=` of `make_train_step`. A step whose gradient is not finite on any device
-    changes nothing but the scale, which it lowers.
+    Pass it as `scaler=` of `make_train_step`. If the gradient is not finite on some device, the
+    step is skipped: it changes only the scaler's state and the counts of skipped steps.
+    `decr_every_n_nan_or_inf` such steps in a row lower the scale.
 
     Args:
       enable: False turns loss scaling off.
@@ -196,7 +197,8 @@ class GradScaler:
         settings, known = dict(saved), {*cls().state_dict(ScalerState())}
         if set(saved) != known:
             raise GShardError(
-                f"the state of a GradScaler has the keys {sorted(known)}; got {sorted(saved)}."
+                f"the state of a GradScaler has the keys {sorted(known)}; got {sorted(saved)}. "
+                "Pass what GradScaler.state_dict returned."
             )
         scale = settings.pop("scale")
         names, most = ("incr_count", "decr_count"), np.iinfo(np.int32).max
@@ -348,7 +350,7 @@ class Watch:
         self._number.begin(step, before.skipped, is_other)
 
     def _gives_up(self, row: int, scale: Any) -> bool:
-        """Whether so many non-finite steps in a row end the run, and no scale can fall further."""
+        """Whether `row` non-finite steps in a row end the run: no scale can fall any further."""
         most: Any = self._most
         return scale is None or row >= _FALLING * most or float(scale) <= 1
 

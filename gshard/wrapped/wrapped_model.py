@@ -161,8 +161,8 @@ class Wrapped(Keeping):
         if padded or on_host:
             how = "with padding" if padded else "in host memory"
             raise GShardError(
-                "the model cannot be called inside a transform of JAX or NNX, where it has "
-                f"{some(padded or on_host)} as stored, {how}. Compute gradients with "
+                "the model cannot be called inside a transform of JAX or NNX: there it has "
+                f"{some(padded or on_host)} in stored form, {how}. Compute gradients with "
                 "gshard.value_and_grad(loss_fn, model.plan)(model, batch), and outputs with "
                 "model(x) outside of jit."
             )
@@ -386,7 +386,8 @@ def _warns_of_padding(method: Callable[..., Any]) -> Callable[..., Any]:
 def _placed(x: Any, plan: Plan, examples: int) -> jax.Array:
     """Shards an input by examples where they divide evenly; replicates it otherwise.
 
-    Each of several processes has so many examples of its own, which must divide over its devices.
+    With several processes, each passes its own `examples`, whose number must be a multiple of its
+    devices.
     """
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return x

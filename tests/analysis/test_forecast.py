@@ -308,7 +308,7 @@ def test_a_wrong_model_says_what(name, arguments, said):
         (lambda: gshard.forecast(setups.mlp(), 6, replica=4), "replica=4 does not divide 6"),
         (lambda: gshard.forecast(3, 8), "state is a int"),
         (lambda: gshard.forecast(setups.mlp, 8), "setup() in place of setup"),
-        (lambda: gshard.forecast(setups.mlp(), 8, levels=[]), "levels= names none"),
+        (lambda: gshard.forecast(setups.mlp(), 8, levels=[]), "levels= is empty"),
         (
             lambda: gshard.forecast(setups.mlp(), gshard.make_mesh(), replica=2),
             "replica= goes with a number",

@@ -149,12 +149,12 @@ def test_many_in_a_row_do_not_end_the_run():
         (
             adam(),
             {"skip_nonfinite": False, "max_bad_steps": 3},
-            ("max_bad_steps=3", "is given them", "skip_nonfinite=True"),
+            ("max_bad_steps=3", "gets such gradients", "skip_nonfinite=True"),
         ),
         (
             optax.apply_if_finite(adam(), 2),
             {"max_bad_steps": 3},
-            ("max_bad_steps=3", "treats them itself", "skip_nonfinite=True"),
+            ("max_bad_steps=3", "handles such gradients itself", "skip_nonfinite=True"),
         ),
     ],
 )

@@ -119,7 +119,7 @@ def test_matrix_products_of_experts_are_exact_and_named():
     )
     tx, loss = muon(1e-2, muon_weight_dimension_numbers=dims), mean_loss("one-hot")
     wanted = trained(ONE, "p_g_os", loss, tx=tx)
-    with pytest.warns(gshard.GShardWarning, match="multiplies matrices made of .*experts/up"):
+    with pytest.warns(gshard.GShardWarning, match="multiplies matrices computed from .*experts/up"):
         found = trained(DATA_EXPERT, "p_g_os", loss, tx=tx)
     assert worst(found[1], wanted[1]) < 2e-5
 

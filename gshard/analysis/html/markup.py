@@ -20,7 +20,7 @@ def bars(
     rows: Mapping[str, Mapping[str, int]],
     marks: Mapping[str, int | None],
     limit: int | None,
-    colours: Mapping[str, str],
+    colors: Mapping[str, str],
 ) -> Markup:
     """Returns one bar of stacked amounts for each row, all drawn to one scale, and a legend.
 
@@ -28,7 +28,7 @@ def bars(
       rows: bytes by name of the row, and then by what takes them.
       marks: bytes at which a line crosses the row's bar; None for no line.
       limit: bytes at which a dashed line crosses all bars; None for no line.
-      colours: the colour of what takes the bytes, by name.
+      colors: the color of what takes the bytes, by name.
     """
     ends = [sum(of.values()) for of in rows.values()]
     ends += [at for at in (limit, *marks.values()) if at is not None]
@@ -44,7 +44,7 @@ def bars(
             el(
                 "span",
                 title=f"{key}: {bytes_of(count)} ({count:,} B)",
-                style=f"width:{count / scale:.2f}%;background:{colours[key]}",
+                style=f"width:{count / scale:.2f}%;background:{colors[key]}",
             )
             for key, count in shown.items()
         ]
@@ -52,8 +52,8 @@ def bars(
         lines = line("peak", marks.get(name)), line("limit", limit)
         bar = el("div", areas, lines, class_="bar", role="img", aria_label=f"{name}: {words}")
         drawn.append(joined([el("p", el("strong", name), f" {bytes_of(sum(of.values()))}"), bar]))
-    used = [key for key in colours if any(of.get(key) for of in rows.values())]
-    squares = [el("span", class_="square", style=f"background:{colours[key]}") for key in used]
+    used = [key for key in colors if any(of.get(key) for of in rows.values())]
+    squares = [el("span", class_="square", style=f"background:{colors[key]}") for key in used]
     legend = [el("li", *item) for item in zip(squares, used, strict=True)]
     return joined([el("ul", legend, class_="legend"), drawn])
 

@@ -23,7 +23,7 @@ from gshard.sharding.plan import Plan
 
 # Nothing is loaded and nothing runs, whatever the name of a model or of a leaf contains.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_PARTS = {  # of a level's forecast: its name on the page, and its colour
+_PARTS = {  # of a level's forecast: its name on the page, and its color
     "params": ("parameters", "#0072b2"),
     "optimizer": ("optimizer", "#56b4e9"),
     "non_trainable": ("non_trainable", "#f0e442"),

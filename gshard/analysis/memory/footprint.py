@@ -215,7 +215,7 @@ def footprint(
     Args:
       traced: the result of `trace_step`.
       plan: the plan of the step.
-      platform: `cpu`, `gpu` or `tpu`, whose compiler is modelled; a TPU is taken for a GPU.
+      platform: `cpu`, `gpu` or `tpu`, whose compiler is modeled; a TPU is taken for a GPU.
       devices_per_node: as in `gshard.budget`.
 
     Raises:

@@ -44,7 +44,7 @@ def program_of(
     Args:
       closed: a closed jaxpr in the global view.
       shardings: the shardings of its inputs; None for a replicated input.
-      barriers: whether the compiler honours optimization barriers.
+      barriers: whether the compiler honors optimization barriers.
       platform: `cpu`, `gpu` or `tpu`. On the first two, a collective wants its dimension first.
     """
     pairs = zip(opened(closed)[0].invars, shardings, strict=True)

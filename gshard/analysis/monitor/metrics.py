@@ -120,7 +120,7 @@ class Metrics:
     def step(
         self, info: Mapping[str, Any], batch: Any = None, *, number: int | None = None
     ) -> None:
-        """Notes a step. Of several processes, all call it.
+        """Records a step. Every process calls it.
 
         Args:
           info: what the step returned next to the state: numbers, and arrays on the devices that

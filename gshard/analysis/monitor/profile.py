@@ -18,7 +18,7 @@ ANNOTATION = "train"  # of each step in the trace, with its number
 
 
 def profile(steps: tuple[int, int], directory: str | os.PathLike[str] = "profile") -> StepProfile:
-    """Records a trace of some steps of `make_train_step`, while the script runs as it is.
+    """Records a trace of some steps of `make_train_step`, with no other change to the script.
 
     Call it before the loop. It waits for the steps before, so that the trace has these steps alone,
     each under the name `train` with its number. In several processes the first one records.

@@ -29,12 +29,12 @@ _PLACEHOLDER = re.compile(r"\{(\w+)(?::([^{}]*))?\}")
 class NameMap:
     """Names and layouts that another program uses in safetensors files, for one kind of model.
 
-    `{x}` in a path stands for one component of it, or a part of one, and in a name for the same
-    text; `{x:q,k,v}` allows these texts alone, and if both sides list some, the first stands for
-    the first. Axes are names, separated by spaces; `(a b)` are two axes in one dimension, the first
-    varies more slowly. An axis that only the weight has is a `{x}` of the name: each entry is in a
-    tensor of its own, called 0, 1, 2, ... or by the listed texts. An axis that only the tensor has
-    is a `{x:...}` of the path: the tensor holds several weights.
+    `{x}` in a path matches one component or a part of one, and stands for the same text in the
+    name. `{x:q,k,v}` matches only these texts; if path and name both list texts, they correspond in
+    order. Axes are names separated by spaces; `(a b)` merges two axes into one dimension, in which
+    `b` varies faster. An axis that only the weight has is written `{x}` in the name: each entry is
+    a tensor of its own, called 0, 1, 2, ... or by the listed texts. An axis that only the tensor
+    has is written `{x:...}` in the path, with the texts listed: one tensor holds several weights.
 
     Args:
       rules: for each path of a weight, such as `"layers/q/kernel"`, the name of its tensor; or the
@@ -43,7 +43,11 @@ class NameMap:
       tied: names of tensors that no weight needs because they repeat another tensor, with the name
         of that one. They are not written. Loading compares them.
       ignored: regular expressions for names of tensors that no weight needs. They are not written.
-      prefix: what all names begin with, in some files, and in others do not. It is written.
+      prefix: what all names begin with in some files, and not in others. Written files have it.
+
+    Raises:
+      GShardError: a rule, or a regular expression, is not valid, or `rules` or `tied` is not a
+        mapping.
 
     Example:
       >>> torch_linear = gshard.NameMap({"w": ("weight", "in out -> out in"), "b": "bias"})

@@ -33,8 +33,8 @@ def main(words: list[str]) -> int:
     quick = "skip the checks that start JAX; takes about two seconds"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS",
-                        help="for each check that starts JAX, and for the other processes of a "
-                        "job to arrive (default: 120)")  # fmt: skip
+                        help="limit for each check that starts JAX, and for the wait for a job's "
+                        "other processes (default: 120)")  # fmt: skip
     given = common.parsed(parser, words)
     if not 0 < given.timeout < float("inf"):
         parser.error("--timeout must be a positive number of seconds")

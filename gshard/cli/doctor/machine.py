@@ -186,7 +186,7 @@ def own_name() -> list[Check]:
 
 
 def cluster(seconds: float) -> list[Check]:
-    """Checks this process's position in its job, and waits so long for the others of it."""
+    """Checks this process's position in its job, and waits up to `seconds` for the others."""
     try:
         position = resolve_position(JobPosition(None, None, None))
     except GShardError as error:

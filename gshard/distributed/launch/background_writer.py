@@ -58,7 +58,7 @@ class BackgroundWriter:
         """Does nothing: everything is written as soon as possible."""
 
     def drain(self, patience: Callable[[], float]) -> None:
-        """Waits until everything is written, or for so many seconds without progress."""
+        """Waits until everything is written, or for `patience()` seconds without progress."""
         if self._begun:
             text, self._begun = self._begun, ""
             self._put(text)

@@ -230,8 +230,8 @@ _MEANINGS = (
     ),
     (
         r"BarrierError|Barrier failed|barrier.{0,80}(timed out|timeout)",
-        "At exit it waited in vain for the others: the processes did not run the same number of "
-        "steps, so one finished while others were still running.",
+        "At exit it waited for the others, which did not come: the processes did not run the same "
+        "number of steps, so one finished while others were still running.",
     ),
     (
         r"KeyError: '(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)'",

@@ -100,7 +100,7 @@ def form(asked: Request) -> str:
 
 
 def notice_loss(connection: socket.socket, seconds: int) -> None:
-    """Lets the kernel end a connection to a machine that has been silent for so long."""
+    """Lets the kernel end a connection to a machine that has been silent for `seconds`."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     every = max(1, seconds // 3)
     options = {

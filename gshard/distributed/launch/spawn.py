@@ -81,6 +81,9 @@ def spawn(
     Raises:
       ProcessFailedError: a process failed; it has the rank and the traceback.
       GShardError: an argument is wrong; nothing was started.
+      CallOrderError: it was called in a process that `spawn` or `gshard launch` started, or the
+        program ignores SIGCHLD.
+      SystemExit: with the code 75, when the job was told to stop, and all stopped cleanly.
 
     Example:
       >>> gshard.distributed.spawn(max, args=(1, 2), nprocs=2, virtual_devices=1)

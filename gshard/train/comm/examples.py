@@ -25,7 +25,7 @@ def mirrored(blocks: jax.Array, dim: int) -> jax.Array:
     return jnp.concatenate([first, jnp.flip(second, dim + 2)], dim + 1).reshape(shape)
 
 
-def with_neighbours(
+def with_neighbors(
     x: jax.Array, dim: int, before: int, after: int, axis: str, zigzag: bool
 ) -> list[jax.Array]:
     """The slices of a device, each with positions before and after it, zeros beyond the ends."""
@@ -41,7 +41,7 @@ def with_neighbours(
         return first, lax.slice_in_dim(x, length - before, length, axis=dim)
 
     def sent(x: jax.Array, pairs: list[tuple[int, int]], own: jax.Array | None) -> jax.Array:
-        """What the neighbour has; `own` on the last device, whose neighbour is its other slice."""
+        """What the neighbor has; `own` on the last device, whose neighbor is its other slice."""
         if not x.shape[dim]:
             return x
         received = lax.ppermute(x, axis, pairs)

@@ -149,8 +149,8 @@ def shard_map_error(line: str, axes: Sequence[str]) -> GShardError:
     return GShardError(
         f"the loss calls jax.shard_map{line} over a data axis {tuple(axes)}, or in another mesh "
         "than that of the plan. Inside the loss every device has its own examples and full "
-        "parameters: call the function itself. Over your own axes name them: jax.shard_map(..., "
-        'axis_names={"model"}).'
+        "parameters: call the function without shard_map. For your own axes name them: "
+        'jax.shard_map(..., axis_names={"model"}).'
     )
 
 

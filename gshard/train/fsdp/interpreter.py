@@ -183,8 +183,8 @@ def _evaluate_scan(
             layered = x.spec.scannable and x.base is None
             x = x.with_gradient_in(uses.only_cast(v)) if layered else x.all_gather()
         layers.append(x)
-    # Compilers choose among equals by the order of operands: let it be that in which gradients are
-    # computed, and not that of the names of parameters.
+    # Compilers break ties by the order of operands, so pass them in the order in which gradients
+    # are computed, not by name.
     order = [i - first for i in reversed(by_first_use(body)) if i >= first]
     flat, restore = _pass_to_scope(layers, order)
     again = [v for v in layers if isinstance(v, LazyParam) and v.spec.reshard]

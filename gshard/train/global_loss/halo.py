@@ -1,4 +1,4 @@
-"""Convolutions over a sharded sequence: each device gets a few positions of its neighbours."""
+"""Convolutions over a sharded sequence: each device gets a few positions of its neighbors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from gshard._util.jaxpr import JIT, bind, body_of
-from gshard.train.comm.examples import with_neighbours
+from gshard.train.comm.examples import with_neighbors
 from gshard.train.global_loss.placement import REPLICATED
 from gshard.train.global_loss.registry import Decision, Given
 
@@ -17,7 +17,7 @@ _CONVOLUTION = "conv_general_dilated"
 
 
 def convolution_over_positions(given: Given) -> Decision | None:
-    """Of stride 1, where its padding keeps the length and neighbours have all positions it needs.
+    """Of stride 1, where its padding keeps the length and neighbors have all positions it needs.
 
     Padding in front and behind is as long as the kernel without one position, dilated.
     """
@@ -40,7 +40,7 @@ def convolution_over_positions(given: Given) -> Decision | None:
 
     def run(values: list[Any]) -> list[Any]:
         x, kernel = values
-        slices = with_neighbours(x, place.dim, before, after, axis, partition.zigzag)
+        slices = with_neighbors(x, place.dim, before, after, axis, partition.zigzag)
         found = [bind(given.eqn, [x, kernel], padding=tuple(padding))[0] for x in slices]
         return [jnp.concatenate(found, out_dim) if len(found) > 1 else found[0]]
 

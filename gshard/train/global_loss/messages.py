@@ -19,7 +19,7 @@ _EXAMPLES = (
 _ROWS = "To select from each example, use x[jnp.arange(n), y] or jnp.take_along_axis. "
 _SAME = "An array whose dimension 0 is not that of the examples does not belong in the batch. "
 _GROUPS = (
-    "A loss that groups neighbouring examples, such as pairs, needs whole groups on each device in "
+    "A loss that groups adjacent examples, such as pairs, needs whole groups on each device in "
     "each micro-batch: give a larger batch. "
 )
 _HINTS = {
@@ -54,7 +54,7 @@ def warn_of_kept(evaluator: Converter, eqn: Any) -> None:
         )
     warn(
         f"{evaluator.place(eqn)} all-gathers a parameter that is kept on {axis!r}: "
-        "gshard knows no way to compute it on each device's experts. Use a product (jnp.einsum) "
+        "gshard cannot compute it with each device's own experts. Use a product (jnp.einsum) "
         "in which the experts are a dimension of both operands, and for jax.lax.ragged_dot "
         f"gshard.expert.dropless.{over_layers}"
     )

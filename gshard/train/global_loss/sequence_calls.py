@@ -43,9 +43,9 @@ def warn_of_transformed(evaluator: Evaluator, eqn: Any, placements: Sequence[Pla
     if call is not None and eqn.params["jaxpr"] is not call.jaxpr:
         warn(
             f"{evaluator.place(eqn)} is transformed inside the loss, by jax.grad, jax.jvp or "
-            "several jax.vmap, so its inputs are all-gathered over the sequence axis and it is "
-            "computed as on one device. Call it on the whole batch, and outside of derivatives "
-            "that the loss takes."
+            "nested jax.vmap, so its inputs are all-gathered over the sequence axis and it is "
+            "computed as on one device. Call it on the whole batch, and not inside a derivative "
+            "in the loss."
         )
 
 

@@ -358,9 +358,9 @@ class GatheredUpdate:
         paths = {x.path: x.kept.axis for x in needed if x.kept is not None and x.dim is not None}
         for axis in set(paths.values()):
             warn(
-                f"the optimizer multiplies matrices made of {some(sorted(paths))}, which are kept "
-                f"on {axis!r} and sharded over other axes too: they are sent to the devices that "
-                "multiply them, or gathered on all of them (step.budget.products). Give the "
+                f"the optimizer multiplies matrices computed from {some(sorted(paths))}, which are "
+                f"kept on {axis!r} and sharded over other axes too: they are sent to the devices "
+                "that multiply them, or gathered on all of them (step.budget.products). Give the "
                 "experts another optimizer, "
                 "optax.partition({'experts': optax.adamw(1e-3), ...}, labels)."
             )

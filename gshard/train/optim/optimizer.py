@@ -263,7 +263,7 @@ def _check_results(updates: Any, inner: Any, plan: Plan) -> None:
             if jnp.shape(x) != layout.shape:
                 _refuse_other_state(plan)
                 raise GShardError(
-                    f"{name} not of the plan's shapes: {layout.path} has {jnp.shape(x)}, not "
+                    f"{name} not shaped as planned: {layout.path} has {jnp.shape(x)}, not "
                     f"{layout.shape}. Return an array of the planned shape for every leaf."
                 )
 
@@ -283,8 +283,8 @@ def _refuse_other_state(plan: Plan, error: Exception | None = None) -> None:
         wrong = [f"it has the tree of another optimizer: {names}"]
     if wrong:
         raise GShardError(
-            "the optimizer's state is not one that this optimizer makes of these parameters: "
-            f"{some(wrong)}. Make it again before shard_train_state: "
+            "the optimizer state does not fit this optimizer and these parameters: "
+            f"{some(wrong)}. Create it again before shard_train_state: "
             "state.replace(opt_state=state.tx.init(state.params)), or nnx.Optimizer(model, tx, "
             "wrt=...) of the model that you pass."
         ) from error
