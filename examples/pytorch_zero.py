@@ -41,8 +41,8 @@ def held(tree: Any, device: jax.Device) -> int:
 
 def train(width: int, layers: int, devices: int, steps: int, sharded: bool) -> dict[str, float]:
     """What one device holds after some steps, and the sum of all parameters."""
-    ddp = gshard.pytorch.DataParallel(
-        model_of(width, layers), group=gshard.distributed.new_group(range(devices))
+    ddp = gshard.pytorch.DistributedDataParallel(
+        model_of(width, layers), process_group=gshard.distributed.new_group(range(devices))
     )
     if sharded:
         opt = gshard.pytorch.ZeroRedundancyOptimizer(
