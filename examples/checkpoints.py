@@ -1,4 +1,4 @@
-"""Saves and resumes a training run, with its losses so far, after a kill or an order to stop."""
+"""Saves and resumes a training run, with its losses so far, after a kill or a signal to stop."""
 
 from __future__ import annotations
 
@@ -67,14 +67,17 @@ class Checkpoints:
         self.saved = done
 
     def save_and_wait(self) -> None:
-        """On the disk, before the process says that all is well."""
+        """Saves, and waits until the save is on disk; then the process may stop."""
         self.save()
         self.checkpointer.wait()
         self.say(f"told to stop after step {len(self.run.losses)}: saved")
 
 
 def refuse_other_settings(config: Config) -> None:
-    """A folder is of one training run, so that the losses are those of a run that never stopped."""
+    """A folder belongs to one training run.
+
+    With other settings, a resumed run would not have the losses of one that never stopped.
+    """
     if not config.checkpoints:
         return
     now, file = what_decides_the_numbers(config), Path(config.checkpoints) / "settings.json"

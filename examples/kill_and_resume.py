@@ -69,7 +69,7 @@ class Training:
         return f"from step {self.went_on_from()} to {self.newest()} ({how})"
 
     def went_on_from(self) -> int:
-        """The step, in its own words."""
+        """The step from which it resumed, as it printed it."""
         found = re.search(r"resumes from step (\d+)", self.said.read_text())
         if found is None:
             raise TrainingError(f"it started from the beginning:\n{self.said.read_text()}")

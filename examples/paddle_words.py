@@ -67,7 +67,7 @@ def train(level: str, steps: int) -> tuple[list[float], nnx.Module]:
 
 
 def main() -> None:
-    """Trains, and says what a device holds."""
+    """Trains, and prints the plan."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--level", default="p_g_os", choices=["os", "os_g", "p_g_os"])
     parser.add_argument("--steps", type=int, default=200)

@@ -85,8 +85,8 @@ def train_on_one_device(model, state, batch_of, config: Config, meter: RunMeter)
 def train_at(level: str, mesh, model, start, own_rows, config: Config, meter: RunMeter):
     """The same with gshard: two calls, and a loop that looks like the one above.
 
-    Experts stay on the devices of the mesh's axis `expert`, if it has one: the model says so. The
-    run is named as its meter is, also on the disk.
+    If the mesh has an axis `expert`, experts stay on its devices, as the model's metadata says. The
+    run and its folder of checkpoints have the name of its meter.
     """
 
     def loss_fn(params, batch_BxT1):
