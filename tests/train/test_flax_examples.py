@@ -378,8 +378,10 @@ def test_a_train_state_with_an_nnx_model_and_its_counter_matches_one_device(leve
         fields = {"graphdef": graphdef, "params": params, "counts": counts}
         return scope["TrainState"].create(apply_fn=None, tx=optax.sgd(0.1), **fields)
 
+    first = made()  # not the one that trains: what a loss closes over must not change
+
     def loss(params, b, *, counts):
-        state = plain.replace(counts=counts)
+        state = first.replace(counts=counts)
         value, new = checkouts.loss_fn(scope, "train_step", state=state, batch=b)(params)
         return value, {"counts": new}
 
