@@ -189,17 +189,29 @@ def primitives(jaxpr: Any) -> set[str]:
 
     Faster than `all_equations`, since jaxprs that are called many times are read once.
     """
-    names: set[str] = set()
+    return {eqn.primitive.name for one in all_jaxprs(jaxpr) for eqn in one.eqns}
+
+
+def dtypes(jaxpr: Any) -> set[Any]:
+    """The dtypes of all arrays in a jaxpr and in its inner ones."""
+    every = (v for one in all_jaxprs(jaxpr) for v in (*one.invars, *_results(one)))
+    return {getattr(v.aval, "dtype", None) for v in every}
+
+
+def all_jaxprs(jaxpr: Any) -> Iterator[Any]:
+    """Iterates over a jaxpr and its inner ones; those that are called many times come once."""
     found, seen = [jaxpr], {jaxpr}
     while found:
-        eqns = found.pop().eqns
-        names.update({eqn.primitive.name for eqn in eqns})
-        for eqn in eqns:
+        yield (one := found.pop())
+        for eqn in one.eqns:
             for inner in inner_jaxprs(eqn) if eqn.params else ():
                 if inner not in seen:
                     seen.add(inner)
                     found.append(inner)
-    return names
+
+
+def _results(jaxpr: Any) -> Iterator[Any]:
+    return (v for eqn in jaxpr.eqns for v in eqn.outvars)
 
 
 def all_equations(jaxpr: Any) -> Iterator[Any]:

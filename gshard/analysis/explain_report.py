@@ -213,7 +213,7 @@ def explanation_text(found: Explanation, most: int | None) -> str:
     title = (
         f"level {found.level} on {found.devices} devices, shard groups of {found.group_size}: "
         f"{bytes_of(found.stored)} stored on each ({parts})"
-        + (f", {bytes_of(host)} for each on the host" if host else "")
+        + (f", and {bytes_of(host)} in host memory for each device" if host else "")
     )
     blocks: list[Table | str] = [title, "", _arrays_table(found, most), *_live_blocks(found)]
     blocks += [_levels_table(found), _wire_table(found), "Answers", *_answers(found)]
@@ -309,7 +309,7 @@ def _levels_table(found: Explanation) -> Table:
 def _wire_table(found: Explanation) -> Table:
     first = next(iter(found.wire.values()))
     return text_table(
-        "Sent at most by one device in one step for parameters and gradients at level "
+        "Most that one device sends in one step for parameters and gradients at level "
         f"{found.level}, by way to accumulate",
         ("micro-batches",),
         ("as the level says", *list(first)[1:]),

@@ -53,7 +53,7 @@ class Ring:
 
     @property
     def chains(self) -> list[tuple[int, int]]:
-        """(direction, hops): keys come from as many devices before, or after, this one."""
+        """(direction, hops): keys come from `hops` devices before, or after, this one."""
         every, window = self.devices - 1, self.masking.window
         if not every or window is None or self.zigzag:
             return [(1, every)] if every else []

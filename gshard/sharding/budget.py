@@ -260,7 +260,8 @@ def budget(
             "step.lower(state, batch), first."
         )
     loss_transfers = list(loss_transfers)
-    communicated += [_of_loss(x, plan.group, micro_batches, nodes) for x in loss_transfers]
+    times = micro_batches * (1 + forward_passes)
+    communicated += [_of_loss(x, plan.group, times, nodes) for x in loss_transfers]
     in_loops = {(_kind_of(x), "loss") for x in loss_transfers if x.at_least}
     totals: dict[tuple[str, str, bool], tuple[int, int, Fraction | int, int]] = {}
     for kind, purpose, at_most, times, amounts, quantized in communicated:
@@ -438,7 +439,7 @@ def accumulation(plan: Plan, micro_batches: int, accumulate: str, sync: bool = T
 def largest_layer(plan: Plan, reshard_after_forward: bool | int = True) -> int:
     """Returns the bytes of the largest gathered layer, of a scanned stack or a single array.
 
-    Without resharding after the forward pass those of all layers, which are then kept.
+    Without resharding after the forward pass, that of all layers together, since all are kept.
     """
     layers: dict[str, int] = {}  # arrays of one stack are gathered together
     kept = resharding(plan, reshard_after_forward) is False

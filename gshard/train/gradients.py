@@ -272,8 +272,9 @@ class GradientStage:
             finish = partial(reduce_micro_batch, plan=plan, accumulate=accumulate, options=options)
 
             def run() -> MicroBatchSums:
-                if OVERWRITTEN in inputs.non_trainable:
-                    # fp8 statistics of gradients need gradients at the scale of a single device
+                if OVERWRITTEN in inputs.non_trainable or (one.is_global and scale is not None):
+                    # fp8 statistics of gradients need gradients at the scale of a single device,
+                    # and sums over examples would overflow float16 where their mean does not
                     weight = total_weight(one, inputs)
                     if weight is not None:
                         weight = reduce_scalar(weight, group.axes)

@@ -31,8 +31,8 @@ class Weighted:
 
     With `loss_semantics="per_device"` gshard adds up both over all devices and micro-batches and
     divides once, so that a mean over valid tokens matches single-device training. Otherwise it
-    stands for `sum / weight` of the whole batch (with `"per_micro_batch"` of each micro-batch), and
-    a loss may return that quotient instead.
+    stands for `sum / weight` of the whole batch. A loss may return that quotient instead; with
+    `"per_micro_batch"` quotients are averaged over the micro-batches.
 
     Attributes:
       sum: floating scalar, the loss summed over the examples that the function was given.

@@ -171,7 +171,8 @@ def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:
             "what the loss returns as new state is that of the whole batch, on every device. Leave "
             "it out, or pass loss_semantics='per_device'."
         )
-    if options.gather_limit is not None and options.loss_semantics == "per_device":
+    alone = options.loss_semantics == "per_device" and plan.group.sequence == 1
+    if options.gather_limit is not None and alone:
         warn(
             "gather_limit= changes nothing with loss_semantics='per_device': gshard adds no "
             "collective to such a loss. Leave it out."

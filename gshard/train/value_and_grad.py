@@ -193,8 +193,9 @@ def reduce_gradients(
 
     Returns:
       `(loss, grads)`, or `((loss, aux), grads)` where the loss has aux: those of all examples
-      together, however many each call had. Floats in aux are averaged over the calls with the
-      weights of the loss; quotients of sums are divided once. For a sum or a maximum over the calls
+      together, however many each call had. Floats in aux are averaged over the calls by
+      their numbers of examples (with `"per_device"`, by the weights of the loss); quotients of sums
+      are divided once. For a sum or a maximum over the calls
       return `gshard.Reduced(x, "sum")` or `"max"`.
 
     Raises:

@@ -350,7 +350,7 @@ class Watch:
         self._number.begin(step, before.skipped, is_other)
 
     def _gives_up(self, row: int, scale: Any) -> bool:
-        """Whether `row` non-finite steps in a row end the run: no scale can fall any further."""
+        """Whether `row` non-finite steps in a row end the run: the scale has fallen enough."""
         most: Any = self._most
         return scale is None or row >= _FALLING * most or float(scale) <= 1
 

@@ -142,7 +142,7 @@ def misfit(value: Any, shape: tuple[int, ...], dtype: Any) -> str:
         if np.any(np.asarray(value, np.float64) % 1):
             return f"has fractions, and {dtype} is wanted"
         if np.any((value < limits.min) | (value > limits.max)):
-            return f"has numbers that {dtype} has not"
+            return f"has numbers outside the range of {dtype}"
     return "" if value.shape == shape else f"has shape {value.shape}, and {shape} is wanted"
 
 

@@ -131,6 +131,7 @@ def test_kept_and_frozen_parameters_are_gathered_too():
     frozen = gshard.TrainSetup(
         setup.state, setup.loss_fn, setup.batch, shard={**setup.shard, "frozen": "^layers_[01]/"}
     )
+    assert gshard.forecast(frozen, 4, **asked).levels["p_g_os"].gathered == every // 3
     found = gshard.forecast(frozen, 4, reshard_after_forward=False, **asked)
     assert found.levels["p_g_os"].gathered == every
 

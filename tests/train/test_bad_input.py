@@ -397,6 +397,20 @@ def test_mutable_fields_that_change(new, parts, micro_batches):
     make({"n": jnp.ones(3)})(state, batch())
 
 
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_a_gather_limit_without_effect_is_warned_of(sequence):
+    """Over a sequence axis a loss of each device gathers too."""
+    pair = ({"w": jnp.ones((8, 8))}, optax.sgd(0.1))
+    mesh = gshard.make_mesh(sequence=sequence)
+    _, plan = gshard.shard_train_state(pair, mesh, "os", min_shard_size=0)
+    options = {"loss_semantics": "per_device", "gather_limit": 1000}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        gshard.make_train_step(lambda p, x: (x @ p["w"]).mean(), plan, **options)
+    said = [x for x in seen if "gather_limit= changes nothing" in str(x.message)]
+    assert len(said) == (sequence == 1)
+
+
 @pytest.mark.parametrize("scaler", [None, gshard.GradScaler()], ids=["no scaler", "scaler"])
 def test_float16_parameters_without_a_copy_are_warned_of(scaler):
     pair = ({"w": jnp.ones((8, 8), jnp.float16)}, optax.sgd(0.1))

@@ -223,10 +223,7 @@ def test_with_sync_buffers_those_of_the_first_device_count(level):
     options = {"mutable": "seen", "sync_buffers": True}
     with pytest.warns(gshard.GShardWarning, match="sync_buffers=True changes nothing"):
         gshard.make_train_step(loss, plan, **options)
-    options["loss_semantics"] = "per_device"
-    with pytest.warns(gshard.GShardWarning, match="gather_limit= changes nothing"):
-        gshard.make_train_step(loss, plan, gather_limit=1000, **options)
-    step = gshard.make_train_step(loss, plan, **options)
+    step = gshard.make_train_step(loss, plan, loss_semantics="per_device", **options)
     rows = batch()
     rows["y"][:6] = np.maximum(rows["y"][:6], 1)
     state, _ = step(state, rows)

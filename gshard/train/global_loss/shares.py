@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 
 from gshard._util.arrays import at_least_float32, wide_dtype
 from gshard._util.errors import GShardError, warn
-from gshard._util.jaxpr import CUSTOM_VJP, abstract, abstract_like, all_equations, primitives
+from gshard._util.jaxpr import CUSTOM_VJP, abstract, abstract_like, dtypes, primitives
 from gshard._util.jaxpr_dataflow import inputs_used
 from gshard.sharding.group import Group
 from gshard.sharding.topology import SEQUENCE
@@ -239,12 +238,15 @@ def evaluate_loss(
         Value(place, v.aval, x, depends=depends)
         for v, (x, place, depends) in zip(jaxpr.invars, leaves, strict=True)
     ]
-    results = (x for eqn in all_equations(jaxpr) for x in eqn.outvars)
-    evaluator.divides_first = CUSTOM_VJP in primitives(jaxpr) or any(
-        getattr(x.aval, "dtype", None) == jnp.float16 for x in chain(jaxpr.invars, results)
-    )
+    evaluator.divides_first = CUSTOM_VJP in primitives(jaxpr) or any(map(_is_narrow, dtypes(jaxpr)))
     found = evaluator.evaluate(jaxpr, consts, values)
     return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+def _is_narrow(dtype: Any) -> bool:
+    """Whether a sum over examples may overflow where their mean does not: float16 and float8."""
+    is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    return is_floating and jnp.finfo(dtype).max < jnp.finfo(jnp.bfloat16).max
 
 
 def _warn_of_unread(jaxpr: Any, trained: int, batch: range) -> None:

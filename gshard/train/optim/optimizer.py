@@ -255,8 +255,8 @@ def _check_results(updates: Any, inner: Any, plan: Plan) -> None:
         if tree is inner and {*known} < {*flatten(inner)[0]}:
             advice = (
                 "The optimizer's update adds to its state, as optax.monitor does in its first "
-                "update, and a plan has what init makes. Let init make it too, or call "
-                "shard_train_state with a state that has been updated once."
+                "update, but a plan has only the arrays that init makes. Let init make them "
+                "too, or call shard_train_state with a state that has been updated once."
             )
         same_leaves(tree, known, name, advice)
         for x, layout in zip(jax.tree.leaves(tree), planned, strict=True):
