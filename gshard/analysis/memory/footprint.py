@@ -127,9 +127,10 @@ def exchanges_of(program: TracedProgram, nodes: Nodes, wide: bool) -> tuple[Exch
             row[2] += times * value.size * width
     found = []
     for key, (count, elements, payload) in sorted(rows.items(), key=lambda row: -row[1][2]):
-        kind, _, group, *_, share = key
+        kind, dtype, group, scalar, of_update, share = key
         wire, network = int(sent_share(kind, group) * payload), math.ceil(share * payload)
-        found.append(Exchange(*key[:-1], count, elements, payload, wire, network))
+        amounts = count, elements, payload, wire, network
+        found.append(Exchange(kind, dtype, group, scalar, of_update, *amounts))
     return tuple(found)
 
 

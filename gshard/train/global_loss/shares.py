@@ -245,8 +245,9 @@ def evaluate_loss(
 
 def _is_narrow(dtype: Any) -> bool:
     """Whether a sum over examples may overflow where their mean does not: float16 and float8."""
-    is_floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-    return is_floating and jnp.finfo(dtype).max < jnp.finfo(jnp.bfloat16).max
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return False
+    return float(jnp.finfo(dtype).max) < float(jnp.finfo(jnp.bfloat16).max)
 
 
 def _warn_of_unread(jaxpr: Any, trained: int, batch: range) -> None:
