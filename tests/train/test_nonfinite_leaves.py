@@ -69,6 +69,6 @@ def test_parameters_are_named_next_to_a_model_axis(level):
     host = {k: jnp.asarray(np.asarray(v)) for k, v in given.items()}
     expected = optax.tree.norm(jax.grad(loss)(host, rows))
     np.testing.assert_allclose(metrics["grad_norm"], expected, rtol=1e-5)
-    with pytest.raises(gshard.NonFiniteError, match=r"that of a\. These"):
+    with pytest.raises(gshard.NonFiniteError, match=r"non-finite gradients: those of a\. This"):
         for _ in range(3):
             state, _ = step(state, rows | {"bad": np.full(16, np.inf, np.float32)})

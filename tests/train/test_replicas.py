@@ -80,6 +80,7 @@ def test_a_changed_bit_is_found_with_its_device(level, replica, name, device, ot
         assert "it is not known which is right" in said
 
 
+@pytest.mark.filterwarnings("ignore:parameters are float16")
 @pytest.mark.parametrize("bit", [0, 7, 22, 31])
 @pytest.mark.parametrize("dtype", quick(["float32", "bfloat16", "float16"], ["bfloat16"]))
 def test_any_bit_is_found(dtype, bit):
