@@ -21,23 +21,8 @@ from gshard.sharding.topology import SHARD
 from gshard.wrapped.wrapped_model import Wrapped, free_dropped
 
 
-class _Held:
-    """A Linen module as one object, since those with a list (`nn.Sequential`) have no hash."""
-
-    def __init__(self, module: nn.Module):
-        self.module: nn.Module = module
-
-
 class _Linen(nnx.bridge.ToNNX):
-    """A Linen module as a module of NNX, which can be an argument of compiled functions."""
-
-    @property
-    def to_nnx__module(self) -> nn.Module:
-        return self.to_nnx__held.module
-
-    @to_nnx__module.setter
-    def to_nnx__module(self, module: nn.Module) -> None:
-        self.to_nnx__held: _Held = _Held(module)
+    """A Linen module as a module of NNX, with errors that say what to do."""
 
     def __call__(self, *args: Any, **by_name: Any) -> Any:
         try:
