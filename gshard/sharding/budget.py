@@ -230,7 +230,7 @@ def budget(
     micro_batches = check_integer("micro_batches", micro_batches, 1)
     how = accumulation(plan, micro_batches, accumulate)
     reshard = resharding(plan, reshard_after_forward)
-    check_integer("forward_passes", forward_passes, 0)
+    forward_passes = check_integer("forward_passes", forward_passes, 0)
     nodes = nodes_of(plan.mesh, devices_per_node)
     # One device's view: it has only its shard over the model-parallel axes.
     stored, reduced, non_trainable = (

@@ -412,7 +412,7 @@ def test_a_backend_without_text():
 
 
 def test_a_function_that_is_not_jitted():
-    with pytest.raises(GShardError, match=r"'function'.*jax\.jit or nnx\.jit"):
+    with pytest.raises(GShardError, match=r"step=a function has no.*jax\.jit or nnx\.jit"):
         audit(train, *train_arguments())
 
 

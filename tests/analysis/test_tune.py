@@ -161,7 +161,7 @@ def test_the_simpler_of_ties_comes_first():
 
 
 def test_what_is_too_large_is_told_apart():
-    """88 GB with the margin, 90 GB without it, and a host that is too small."""
+    """73 and 90 GB with the margin, and a host that is too small."""
     option = Option("os", 1, Choices(offload=True))
     verdicts = [
         Verdict(option, 8, needs * 10**9, 80 * 10**9, host, None)
@@ -169,7 +169,7 @@ def test_what_is_too_large_is_told_apart():
     ]
     lines = advice_text(config_of(), verdicts).splitlines()
     rows = [x for x in lines if x.split()[:1] == ["os"]]
-    assert ["7.60 GB" in rows[0], "10.0 GB" in rows[1]] == [True, True]
+    assert ["7.60 GB" in rows[0], "28.0 GB" in rows[1]] == [True, True]
     assert rows[2].endswith("the host's memory")
 
 

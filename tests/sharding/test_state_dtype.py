@@ -161,12 +161,10 @@ def test_what_is_not_of_the_shape_of_a_parameter_keeps_its_dtype():
 
 
 def test_a_request_without_effect_is_reported():
-    with pytest.warns(
-        gshard.GShardWarning, match="no effect: the optimizer has no moments. state_"
-    ):
+    with pytest.warns(gshard.GShardWarning, match=r"no effect: the optimizer has no moments\.$"):
         plan_of(optax.sgd(0.1))
     tx = optax.masked(optax.adam(0.1), lambda p: {**jax.tree.map(lambda _: False, p), "wte": True})
-    with pytest.warns(gshard.GShardWarning, match=r"can be stored in 8 bits: .*an embedding"):
+    with pytest.warns(gshard.GShardWarning, match=r"8 bits: .*an embedding.* state_exceptions="):
         plan_of(tx)
 
 

@@ -447,7 +447,7 @@ def test_a_plan_of_several_nodes_refuses_what_they_would_refuse():
     setup = gshard.TrainSetup(({"w": w}, optax.sgd(0.1)), shard={"wire": "int8"})
     auto = jax.sharding.AxisType.Auto
     flat = jax.sharding.AbstractMesh((8,), ("shard",), axis_types=(auto,))
-    with pytest.raises(gshard.GShardError, match="scatter_dtype: the shard axis 'shard' has sev"):
+    with pytest.raises(gshard.GShardError, match="scatter_dtype=: the shard axis 'shard' has sev"):
         gshard.forecast(setup, flat, levels="os_g", devices_per_node=4)
     nodes = jax.sharding.AbstractMesh((2, 4), ("node", "local"), axis_types=(auto, auto))
     gshard.forecast(setup, nodes, levels="os_g", devices_per_node=4)

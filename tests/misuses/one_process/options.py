@@ -254,7 +254,7 @@ ROWS = {
         lambda _: train(
             state=linen(optax.stateless(lambda g, _: jax.tree.map(lambda x: x.ravel()[:1], g)))
         ),
-        *("updates that the optimizer returns", "plan's shapes"),
+        *("updates that the optimizer returns", "not shaped as planned"),
     ),
     "learning rate and parameters are swapped": refused(
         lambda _: shard((ADAM, 1e-3)), "(params, optax transformation)"

@@ -70,7 +70,7 @@ def test_the_budget_of_a_step_that_was_not_traced_says_so():
     pair = {"w": jnp.ones(8)}, optax.sgd(1.0)
     _, plan = gshard.shard_train_state(pair, gshard.make_mesh(), "dp")
     step = gshard.make_train_step(lambda params, x: params["w"].mean(), plan)
-    with pytest.raises(gshard.GShardError, match=r"after its first call or step\.lower"):
+    with pytest.raises(gshard.GShardError, match=r"Call it, or step\.lower"):
         gshard.budget(plan, loss_transfers=step.loss_transfers)
 
 

@@ -89,7 +89,7 @@ def test_inputs_that_are_shorter_than_a_mask_are_named():
     examples = {"x": np.ones((24, 47, 48), np.float32), "mask": np.ones((24, 48), np.float32)}
     state, plan = sharded(PARAMS, sequence=4)
     message = (
-        r"batch\['x'\] of shape \[24, 47, 48\] .*as batch\['mask'\] of shape \[24, 48\] is.*"
+        r"batch\['x'\] of shape \[24, 47, 48\] .*unlike batch\['mask'\] of shape \[24, 48\], .*"
         r"give both 48 positions.*sequence_dims=\{'\^x\$': None\}"
     )
     step = gshard.make_train_step(lambda p, b: mean(p, b) * b["mask"].mean(), plan)
