@@ -146,11 +146,14 @@ def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:
     resharding(plan, options.reshard_after_forward)
     scaler, is_step = getattr(options, "scaler", None), isinstance(options, TrainStepOptions)
     half = [x.path for x in jax.tree.leaves(plan.params) if x.dtype == jnp.float16]
-    if (alone := [path for path in half if path not in plan.master]) and is_step:
+    alone = [path or "the array" for path in half if path not in plan.master]
+    by_user = scaler is not None and not scaler.enable  # who scales the loss, and knows why
+    if alone and is_step and not by_user:
         warn(
             f"parameters are float16 without a float32 copy ({some(alone, 3)}): gradients below "
             "6e-8 and small updates become 0, with a loss scale too. Give shard_train_state "
-            "float32 parameters and precision='float16', and the step scaler=gshard.GradScaler()."
+            "float32 parameters and precision='float16', and the step scaler=gshard.GradScaler(). "
+            "If it is meant, pass scaler=gshard.GradScaler(enable=False)."
         )
     elif half and scaler is None and is_step:
         warn(

@@ -417,3 +417,5 @@ def test_float16_parameters_without_a_copy_are_warned_of(scaler):
     _, plan = gshard.shard_train_state(pair, gshard.make_mesh(), "os", min_shard_size=0)
     with pytest.warns(gshard.GShardWarning, match=r"without a float32 copy \(w\)"):
         gshard.make_train_step(lambda p, x: (x @ p["w"]).mean(), plan, scaler=scaler)
+    meant = gshard.GradScaler(enable=False)
+    gshard.make_train_step(lambda p, x: (x @ p["w"]).mean(), plan, scaler=meant)
