@@ -243,7 +243,9 @@ def budget(
         "optimizer": jax.tree.leaves(plan.layouts.opt_state),
         "non_trainable": non_trainable,
     }
-    passes = [(micro_batches, reshard), (micro_batches * forward_passes, False)]
+    passes = [(micro_batches, reshard)]
+    if forward_passes:
+        passes.append((micro_batches * forward_passes, False))
     communicated = [
         traffic
         for s, r in zip(stored, reduced, strict=True)
@@ -251,8 +253,8 @@ def budget(
     ] + [
         ("all-gather", "non_trainable", True, times, _gathers(x, kept, nodes), False)
         for x in non_trainable
-        for times, kept in passes
         if x.dim is not None
+        for times, kept in passes
     ]
     if loss_transfers is None:  # an attribute of a step that was not traced yet
         raise GShardError(
@@ -260,8 +262,8 @@ def budget(
             "step.lower(state, batch), first."
         )
     loss_transfers = list(loss_transfers)
-    times = micro_batches * (1 + forward_passes)
-    communicated += [_of_loss(x, plan.group, times, nodes) for x in loss_transfers]
+    losses = micro_batches * (1 + forward_passes)  # how often one is computed
+    communicated += [_of_loss(x, plan.group, losses, nodes) for x in loss_transfers]
     in_loops = {(_kind_of(x), "loss") for x in loss_transfers if x.at_least}
     totals: dict[tuple[str, str, bool], tuple[int, int, Fraction | int, int]] = {}
     for kind, purpose, at_most, times, amounts, quantized in communicated:
