@@ -88,23 +88,28 @@ def train(
 
 
 @cache
+def float64_gradient(name: str, rows: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """What `gradient` rounds: the gradient of the same parameters, computed in float64."""
+    model = ZOO[name]
+    params, loss = functional(model, seed, jnp.float64)
+    batch = {
+        key: x.astype(np.float64) if x.dtype == np.float32 else x
+        for key, x in model.batch(seed, rows, 0).items()
+    }
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), params)
+        if "f32[" in str(jax.make_jaxpr(jax.grad(loss))(params, batch)):
+            raise TypeError(f"{name}: the float64 reference computes in float32 somewhere")
+        return flat(jax.jit(jax.grad(loss))(params, batch))
+
+
 def zero_gradients(name: str, rows: int, seed: int = 0) -> tuple[str, ...]:
     """Paths whose true gradient is zero: below 1e-12 of the tree's largest entry in float64.
 
     What float32 finds there is rounding alone, on one device as on many (an attention key bias
     shifts every score of a query alike, and the softmax does not see it).
     """
-    model = ZOO[name]
-    with jax.enable_x64(True):
-        params, loss = functional(model, seed, jnp.float64)
-        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
-        batch = {
-            key: x.astype(np.float64) if x.dtype == np.float32 else x
-            for key, x in model.batch(seed, rows, 0).items()
-        }
-        if "f32[" in str(jax.make_jaxpr(jax.grad(loss))(params, batch)):
-            raise TypeError(f"{name}: the float64 reference computes in float32 somewhere")
-        grads = flat(jax.jit(jax.grad(loss))(params, batch))
+    grads = float64_gradient(name, rows, seed)
     largest = largest_entry(grads)
     return tuple(path for path, g in grads.items() if np.abs(g).max() < 1e-12 * largest)
 
