@@ -15,7 +15,7 @@ from gshard.sharding.budget import accumulation, budget, resharding
 from gshard.sharding.level import Accumulate
 from gshard.sharding.plan import Plan
 from gshard.train.comm.buckets import BUCKET_SIZE, END_BUCKET_SIZE
-from gshard.train_state.nonfinite import GradScaler, treats_nonfinite, untreated_groups
+from gshard.train_state.nonfinite import GradScaler, treats_nonfinite, untreated
 
 MAX_BAD_STEPS = 10
 
@@ -99,11 +99,12 @@ def skips_nonfinite(plan: Plan, options: TrainStepOptions) -> bool:
     skips = options.skip_nonfinite
     if skips is None:
         skips = scaler or not treats_nonfinite(plan.opt_state)
-        if not skips and (groups := untreated_groups(plan.opt_state)):
+        parameters = len(jax.tree.leaves(plan.grads))
+        if not skips and (where := untreated(plan.opt_state, parameters)):
             warn(
-                "the optimizer handles non-finite gradients itself in some groups of "
-                f"optax.partition, and not in {some(groups)}: a NaN there ruins its parameters for "
-                "good. Pass skip_nonfinite=True, or wrap all groups in optax.apply_if_finite."
+                f"the optimizer handles non-finite gradients itself {where}: a NaN there ruins "
+                "those parameters for good. Pass skip_nonfinite=True, or wrap the whole optimizer "
+                "in optax.apply_if_finite."
             )
     if skips:
         return True

@@ -23,7 +23,7 @@ from flax import struct
 from jax import core, lax
 
 from gshard._util.arguments import named_fields
-from gshard._util.errors import GShardError, MissingAttributeError, NonFiniteError
+from gshard._util.errors import GShardError, MissingAttributeError, NonFiniteError, some
 from gshard._util.events import StepNumber
 from gshard._util.validation import check_integer, check_integer_field, flag, shown
 
@@ -211,24 +211,33 @@ def treats_nonfinite(opt_state: Any) -> bool:
     return any(map(_treats, jax.tree.leaves(opt_state, is_leaf=_treats)))
 
 
-def untreated_groups(opt_state: Any) -> list[str]:
-    """Names the groups of `optax.partition` that get non-finite gradients which others treat.
+def untreated(opt_state: Any, parameters: int) -> str:
+    """Says which of this number of parameters get non-finite gradients that are treated in others.
 
-    A group without a state (frozen, or of plain SGD) is not among them.
+    A group of `optax.partition` without a state (frozen, or of plain SGD) is not among them.
     """
 
     def stops(x: Any) -> bool:
         return _treats(x) or isinstance(x, optax.PartitionState)
 
     outer = jax.tree.leaves(opt_state, is_leaf=stops)
-    if any(map(_treats, outer)):  # for all groups
-        return []
+    treated = [
+        len(jax.tree.leaves(x.found_nan)) if isinstance(x, optax.ZeroNansState) else parameters
+        for x in filter(_treats, outer)
+    ]
+    if parameters in treated:
+        return ""
     groups = [x.inner_states.items() for x in outer if isinstance(x, optax.PartitionState)]
-    return [
+    names = [
         str(name)
         for name, inner in itertools.chain(*groups)
         if jax.tree.leaves(inner) and not treats_nonfinite(inner)
     ]
+    if names:
+        return f"in some groups of optax.partition, and not in {some(names)}"
+    if treated:
+        return f"for {max(treated)} of {parameters} parameters (optax.masked), not for the others"
+    return ""
 
 
 def _treats(x: Any) -> bool:

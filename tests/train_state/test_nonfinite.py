@@ -537,7 +537,7 @@ def test_a_norm_that_overflows_counts_as_not_finite():
     np.testing.assert_array_equal(gshard.full_params(state)["w"], before)
 
 
-def test_groups_that_nothing_protects_from_nan_are_named():
+def test_parameters_that_nothing_protects_from_nan_are_named():
     def warned(tx):
         state = {"a": np.ones(4), "b": np.ones(4)}, tx
         _, plan = gshard.shard_train_state(state, gshard.make_mesh(), "os", min_shard_size=0)
@@ -553,6 +553,11 @@ def test_groups_that_nothing_protects_from_nan_are_named():
     assert not warned(optax.partition({"x": guarded, "y": guarded}, labels))
     assert not warned(optax.partition({"x": guarded, "y": optax.set_to_zero()}, labels))
     assert not warned(optax.partition(dict.fromkeys("xy", optax.adam(0.1)), labels))
+    for b in (False, True):
+        some = optax.masked(optax.zero_nans(), {"a": True, "b": b})
+        said = warned(optax.chain(some, optax.adam(0.1)))
+        assert ("for 1 of 2 parameters (optax.masked), not for the others" in said) != b, said
+        assert not warned(optax.chain(optax.zero_nans(), some, optax.adam(0.1)))
 
 
 def test_flax_serializes_a_sharded_state():

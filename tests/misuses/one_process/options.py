@@ -194,6 +194,9 @@ ROWS = {
     "sync_buffers=True with a global loss": warned(
         lambda _: gshard.make_train_step(loss_fn, kept()[1], sync_buffers=True), "sync_buffers"
     ),
+    "sync_buffers=True with a loss that returns no new state": warned(
+        lambda _: train(loss_semantics="per_device", sync_buffers=True), "sync_buffers", "mutable="
+    ),
     "float16 without a scaler": warned(
         lambda _: gshard.make_train_step(loss_fn, shard(precision="float16")[1]),
         *("small gradients become 0", "gshard.GradScaler()"),
