@@ -81,7 +81,7 @@ def check_round_trip(case: Case) -> None:
         assert_same_bits(mine, before)
 
 
-@tiers(quick=50, slow=2500)
+@tiers(quick=50, slow=500)
 def test_a_state_comes_back_bit_by_bit(examples):
     explore(check_round_trip, states(), examples)
 
@@ -125,7 +125,7 @@ def check_division(case: Case) -> None:
         assert [x.dim for x in like] == [found] * len(like)
 
 
-@tiers(quick=300, slow=8000)
+@tiers(quick=300, slow=1500)
 def test_large_divisible_arrays_are_sharded(examples):
     explore(check_division, states().map(lambda case: case._replace(as_pair=False)), examples)
 
@@ -163,7 +163,7 @@ def check_bytes(case: Case) -> None:
         assert (plan.bytes_per_device[name] - beside) * case.parts == expected
 
 
-@tiers(quick=50, slow=2500)
+@tiers(quick=50, slow=500)
 def test_bytes_on_a_device(examples):
     explore(check_bytes, states(), examples)
 
@@ -230,7 +230,7 @@ def check_step(drawn: tuple[Case, int, int]) -> None:
     assert_same_bits(params, before)  # alive, though the step took over the state
 
 
-@tiers(quick=3, slow=100)
+@tiers(quick=3, slow=30)
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_step_is_that_of_one_device(level, examples):
     explore(check_step, steps(level), examples)
@@ -294,6 +294,6 @@ def check_collectives(move: Move) -> None:
     np.testing.assert_array_equal(sums, np.stack([part for total in totals for part in cut(total)]))
 
 
-@tiers(quick=25, slow=600)
+@tiers(quick=25, slow=200)
 def test_gather_and_scatter_of_any_leaf(examples):
     explore(check_collectives, moves(), examples)
