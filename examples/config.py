@@ -9,6 +9,8 @@ import tomllib
 import typing
 from pathlib import Path
 
+from gshard.sharding.level import parse_levels
+
 DEFAULT_FILE = "configs/demo.toml"
 MODEL = "examples.training:setup"
 PLANNED = ("levels", "devices", "expert", "micro_batches")  # also keys of `gshard plan`
@@ -197,7 +199,7 @@ def check_whole(config: Config) -> Config:
             f"batch_size={config.batch_size} must be a multiple of devices x micro_batches "
             f"= {config.devices} x {config.micro_batches} = {parts}"
         )
-    return config
+    return dataclasses.replace(config, levels=parse_levels(config.levels))
 
 
 # ---- the command line -------------------------------------------------------------------------

@@ -63,18 +63,18 @@ def merge(params):
     return {k: merge(x) if isinstance(x, dict) else x for k, x in params.items()}
 
 
-def shard(params, tx, level, **options):
+def shard(state, level, **options):
     """The layers are scanned over: dimension 0 of their stacks is never sharded."""
     mesh = gshard.make_mesh()
     return gshard.shard_train_state(
-        (params, tx), mesh, level, scan_axes={"^layers/": 0}, min_shard_size=64, **options
+        state, mesh, level, scan_axes={"^layers/": 0}, min_shard_size=64, **options
     )
 
 
 def save_model(params, config: dict, folder: Path, level) -> None:
     """A folder that transformers' `from_pretrained` reads."""
     folder.mkdir(parents=True, exist_ok=True)
-    state, _ = shard(params, optax.identity(), level)
+    state, _ = shard((params, optax.identity()), level)
     gshard.save_safetensors(state, folder, name_map="llama", max_shard_bytes=5e9)
     if jax.process_index() == 0:
         (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -105,7 +105,8 @@ def main() -> None:
     # The frozen base, read into its shards, and adapters that are trained
     config = json.loads((args.base / "config.json").read_text())
     model = llama.from_config(config, dtype="float32")
-    state, plan = shard(init(model, seed=1), optax.adamw(1e-2), args.level, frozen=BASE)
+    tx = optax.adamw(1e-2)
+    state, plan = shard(lambda: (init(model, seed=1), tx), args.level, frozen=BASE)
     state = gshard.load_safetensors(state, args.base, name_map="llama", only=BASE, cast=True)
 
     # Bytes of gshard's source as tokens; here your tokenizer and data
@@ -115,7 +116,7 @@ def main() -> None:
     batches = gshard.DataLoader(tokens, 24, plan, seed=0, num_epochs=None)
     for number, batch in zip(range(1, args.steps + 1), batches, strict=False):
         state, metrics = step(state, batch)
-        if number % 20 == 0 or number == 1:
+        if (number % 20 == 0 or number == 1) and jax.process_index() == 0:
             print(f"step {number}: loss {float(metrics['loss']):.4f}")
 
     gshard.save_safetensors(state, args.out / "adapters.safetensors", only=ADAPTERS)
@@ -124,7 +125,8 @@ def main() -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if jax.process_index() == 0 and (args.base / name).exists():
             shutil.copy(args.base / name, args.out / "merged")
-    print(f"adapters and merged weights are in {args.out}")
+    if jax.process_index() == 0:
+        print(f"adapters and merged weights are in {args.out}")
 
 
 if __name__ == "__main__":

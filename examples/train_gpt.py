@@ -29,7 +29,7 @@ from examples import gpt, text
 from examples.checkpoints import refuse_other_settings
 from examples.config import Config, ConfigError, parse
 from examples.report import TABLE_WIDTH, Meter, table, write_picture
-from examples.training import check_levels, make_state, train_at, train_on_one_device
+from examples.training import make_state, train_at, train_on_one_device
 
 
 def printable(sampled: bytes) -> str:
@@ -74,7 +74,6 @@ def main(config: Config) -> None:
         + f"{config.micro_batches} micro-batches a step"
     )
     refuse_other_settings(config)
-    check_levels(config, start, mesh)
 
     # ---- one run on one device, one run per level ------------------------------------------------
 

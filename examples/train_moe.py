@@ -29,7 +29,7 @@ from examples.checkpoints import refuse_other_settings
 from examples.config import Config, ConfigError, parse
 from examples.measure import Run
 from examples.report import TABLE_WIDTH, Meter, size
-from examples.training import check_levels, make_state, setup, train_at, train_on_one_device
+from examples.training import make_state, setup, train_at, train_on_one_device
 
 HELD_OUT = 10**9  # the step whose batch nothing is trained on
 KERNELS = ("up", "down")  # of experts
@@ -64,7 +64,6 @@ def main(config: Config) -> None:
     )
 
     refuse_other_settings(config)
-    check_levels(config, start, mesh)
 
     # ---- the runs --------------------------------------------------------------------------------
 

@@ -140,12 +140,5 @@ def shard_options(config: Config) -> dict:
     return {"min_shard_size": config.arguments.min_shard_size, "scan_axes": scan_axes}
 
 
-def check_levels(config: Config, start: TrainState, mesh) -> None:
-    """Refuses a level that does not exist before the first run: a plan needs no arrays."""
-    shapes = jax.eval_shape(lambda: start)
-    for level in config.levels:
-        gshard.shard_train_state(shapes, mesh, level, **shard_options(config))
-
-
 def tokens(config: Config) -> int:
     return config.batch_size * config.arguments.sequence

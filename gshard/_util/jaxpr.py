@@ -60,15 +60,16 @@ def called(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     return body_of(eqn)
 
 
-def abstract(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+def abstract(shape: Sequence[int], dtype: Any, weak: bool = False) -> jax.ShapeDtypeStruct:
     """An array to trace with, which like every array has the mesh of the context in its type.
 
     Without it the type of an input differs from that of every result, so that code which compares
-    the two (Equinox) fails, and JAX adds a `reshard` where both meet.
+    the two (Equinox) fails, and JAX adds a `reshard` where both meet. The dtype of a Python number
+    is weak: arrays that it is combined with keep theirs.
     """
     mesh = jax.sharding.get_abstract_mesh()
     sharding = None if mesh.empty else NamedSharding(mesh, jax.P(*[None] * len(shape)))
-    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=sharding, weak_type=weak)
 
 
 def abstract_like(x: Any) -> jax.ShapeDtypeStruct:

@@ -140,7 +140,7 @@ def same_leaves(tree: Any, known: Iterable[str], what: str, advice: str = _SAME_
 def check_array(x: Any, where: str, is_converted: bool = False) -> None:
     """Refuses what JAX would not take as an array, or only without a mask; `where` names it.
 
-    With `is_converted`, NumPy makes an array of it, so whatever has a dtype and a shape will do.
+    With `is_converted`, NumPy makes an array of it, so a shape and a dtype of NumPy suffice.
     """
     if isinstance(x, np.ma.MaskedArray):
         raise GShardError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -113,6 +113,8 @@ def put_batch(batch: Any, plan: Plan, copy: bool = True) -> Any:
         if not plan.mesh.is_multi_process:
             x = np.array(x) if copy and isinstance(x, np.ndarray) else x
             return jax.device_put(x, sharded)
+        if isinstance(x, (int, float, complex)):
+            return _placed_number(sharded)(x)
         x = np.array(x) if copy else np.asarray(x)
         if not x.ndim:
             return jax.make_array_from_callback((), sharded, lambda _: x)
@@ -129,6 +131,12 @@ def put_batch(batch: Any, plan: Plan, copy: bool = True) -> Any:
 
     leaves, structure = jax.tree.flatten(batch)
     return structure.unflatten(map(put, leaves, dims))
+
+
+@functools.cache
+def _placed_number(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
+    """A function that places a Python number, whose dtype stays weak, as in one process."""
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 def local_positions(plan: Plan) -> int:
@@ -235,7 +243,7 @@ def check_examples(batch: Any, devices: int, micro_batches: int, what: str = "de
         raise GShardError(
             "the batch has no array with examples: pass a tree with at least one (Python lists are "
             "trees too: make them arrays). For a loss that draws its own samples, pass a number "
-            "for each: np.arange(1024)."
+            "for each: np.arange(1024), of which every process passes its part."
         )
     first, count = next(iter(counts.items()))
     # Only a list of numbers has leaves without a dimension.

@@ -413,7 +413,8 @@ def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
       [(16, 64), (16, 64)]
     """
     check_plan(plan, "global_batches(batches, plan)")
-    is_one = isinstance(batches, (str, bytes, Mapping)) or hasattr(batches, "iloc")
+    is_one = isinstance(batches, (str, bytes, Mapping))
+    is_one |= hasattr(batches, "iloc") or hasattr(batches, "dtype")  # a table, or an array
     if isinstance(batches, tuple) and batches:  # of inputs and targets
         is_one = all(hasattr(x, "shape") for x in batches)
     if is_one or not isinstance(batches, Iterable):

@@ -109,7 +109,7 @@ class Source:
         return self._data[index]
 
     def _example(self, index: int, epoch: int) -> Any:
-        """Reads an example; transforms a copy, so that the function may write into it."""
+        """Reads an example; transforms copies of its NumPy arrays, which it may write into."""
         try:
             example = self._raw(index)
             if self._transform is None:

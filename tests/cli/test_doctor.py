@@ -270,6 +270,16 @@ def test_gpus_and_who_holds_their_memory(tmp_path, monkeypatch):
     assert found["GPU memory"].found == "other programs hold GPU 1: 41.9 GB of 85.5 GB"
 
 
+def test_graphics_of_the_processor_beside_a_gpu_are_not_counted(tmp_path, monkeypatch):
+    for name in ("kfd", "dri/renderD128", "dri/renderD129"):
+        (tmp_path / "dev" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "dev" / name).touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert hardware(tmp_path)[0] == Hardware(amd=2)
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert hardware(tmp_path)[0] == Hardware(nvidia=1)
+
+
 def test_a_driver_that_is_broken(tmp_path, monkeypatch):
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "nvidia0").touch()
@@ -350,6 +360,10 @@ def test_variables_that_switch_something_off(name, value, beside):
     assert rest.found == "none that changes anything"
     alone = variables(0, {name: value})
     assert [check.ok for check in alone] == (["ok"] if beside else ["warn", "ok"])
+
+
+def test_an_empty_list_of_platforms_leaves_the_choice_to_jax():
+    assert all(check.ok == "ok" for check in variables(2, {"JAX_PLATFORMS": ""}))
 
 
 def test_names_that_nobody_reads():

@@ -195,6 +195,8 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
     extra = gshard.make_mesh(extra={"model": 4})
     found["shared_place"] = np.array(give(plan_for(extra), [rows(4)]))
     found["shared_differ"] = np.array(give(plan_for(extra), [rows(4, 100 * rank)]))
+    numbers = gshard.shard_batch({**rows(4, 100 * rank), "n": 3, "s": 0.5}, plan_for(mesh))
+    found["numbers"] = np.array([numbers[name].weak_type for name in "nsx"])
     meshes = {
         "all": mesh,
         "uneven": uneven,

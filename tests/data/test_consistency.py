@@ -37,6 +37,10 @@ def test_batches_that_agree_say_nothing(found, case):
     assert [str(process[case]) for process in found] == [FINE[case]] * PROCESSES
 
 
+def test_the_dtype_of_a_python_number_stays_weak(found):
+    assert [process["numbers"].tolist() for process in found] == [[True, True, False]] * PROCESSES
+
+
 REFUSED = {
     "unequal_first": (
         "error in 0",

@@ -638,7 +638,7 @@ def test_global_batches_of_what_has_its_own_order():
     found = list(global_batches(({"y": np.arange(8) + i} for i in range(3)), PLAN))
     assert [int(batch["y"][0]) for batch in found] == [0, 1, 2]
     assert found[0]["y"].sharding.device_set == set(jax.devices())
-    for wrong in (3, data(), "text", (data()["x"], data()["y"]), Frame()):
+    for wrong in (3, data(), "text", (data()["x"], data()["y"]), Frame(), data()["x"]):
         with pytest.raises(GShardError, match="does not give batches one by one"):
             global_batches(wrong, PLAN)
     assert len(list(global_batches((data(8), data(8)), PLAN))) == 2  # a tuple of batches

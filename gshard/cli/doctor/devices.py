@@ -209,6 +209,7 @@ def to_install(kind: str, here: Hardware) -> str:
 # ---- a train step --------------------------------------------------------------------------------
 
 _TOLERANCE = 1e-5
+_TRY_ANOTHER = "try another version of JAX, jaxlib or the driver; then report it to gshard"
 _STEPS = 2
 
 
@@ -216,7 +217,8 @@ def train_step(seconds: float) -> list[Check]:
     """Checks that a train step at every level matches single-device training."""
     found, trouble, _ = run_probe("probe_train_step", seconds)
     if trouble:
-        return [Check("train step", "fail", trouble, _TIMED_OUT)]
+        busy = "timed out" in trouble or "RESOURCE_EXHAUSTED" in trouble
+        return [Check("train step", "fail", trouble, _TIMED_OUT if busy else _TRY_ANOTHER)]
     return [judged(found["levels"], found["where"])]
 
 
@@ -225,8 +227,7 @@ def judged(found: Mapping[str, float], where: str) -> Check:
     wrong = [f"{level} by {x:.1g}" for level, x in found.items() if not x <= _TOLERANCE]
     if wrong:
         said = f"on {where} the parameters differ from single-device training: {', '.join(wrong)}"
-        fix = "try another version of JAX, jaxlib or the driver; then report it to gshard"
-        return Check("train step", "fail", said, fix)
+        return Check("train step", "fail", said, _TRY_ANOTHER)
     said = f"{', '.join(found)} on {where}: matches one device to {max(found.values()):.0e}"
     return Check("train step", "ok", said)
 

@@ -74,7 +74,9 @@ class Hardware:
 def hardware(root: Path = Path("/")) -> tuple[Hardware, list[Check]]:
     """Returns the devices in the machine, and a check for each kind."""
     nvidia, driver, found = _nvidia(root)
-    amd = _numbered(root / "dev/dri", "renderD") if (root / "dev/kfd").exists() else 0
+    # Beside an NVIDIA GPU it is the processor's own, and /dev/dri has a node for each of both.
+    has_amd = not nvidia and (root / "dev/kfd").exists()
+    amd = _numbered(root / "dev/dri", "renderD") if has_amd else 0
     pci = (root / "sys/bus/pci/devices").glob("*")
     ids = [(contents(d / "vendor").strip(), contents(d / "device").strip()) for d in pci]
     tpu = sum(vendor == _GOOGLE and device in _TPUS for vendor, device in ids)

@@ -122,7 +122,7 @@ _DOUBTED = (
     ("JAX_DEBUG_(NANS|INFS)|JAX_ENABLE_CHECKS", _ON, False, "every result is checked: slow"),
     ("JAX_ENABLE_X64", _ON, False, "64-bit values where NumPy has them: twice the memory"),
     ("JAX_ENABLE_COMPILATION_CACHE", _OFF, False, "programs are recompiled at every start"),
-    ("JAX_PLATFORM(S|_NAME)", "(?!.*(cuda|gpu|rocm|tpu)).*", True, "no accelerator is used"),
+    ("JAX_PLATFORM(S|_NAME)", "(?!.*(cuda|gpu|rocm|tpu)).+", True, "no accelerator is used"),
     ("JAX_NUM_CPU_DEVICES", ".+", True, _VIRTUAL),
     ("XLA_FLAGS", r".*--xla_force_host_platform_device_count=\d.*", True, _VIRTUAL),
     ("CUDA_VISIBLE_DEVICES", r"\s*(-1)?\s*", True, "no GPU is visible"),

@@ -215,7 +215,7 @@ def evaluate_loss(
 
     def full(x: Any, dim: int | None) -> jax.ShapeDtypeStruct:
         shape = (n * parts if i == dim else n for i, n in enumerate(jnp.shape(x)))
-        return abstract(tuple(shape), x.dtype)
+        return abstract(tuple(shape), x.dtype, jax.typeof(x).weak_type)
 
     (jaxpr, consts), shapes = trace_loss(
         fun,

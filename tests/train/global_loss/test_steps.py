@@ -501,3 +501,22 @@ def test_a_masked_mean_in_float16_does_not_overflow_as_its_sum_would(micro_batch
     wanted = jax.grad(loss)(pair[0], rows)["w"]
     assert metrics["skipped_steps"] == 0
     np.testing.assert_allclose(1 - plan.unwrap(state).params["w"], wanted, rtol=1e-2, atol=20)
+
+
+@pytest.mark.parametrize("semantics", ["global", "per_micro_batch", "per_device"])
+def test_a_python_number_of_the_batch_leaves_dtypes_alone(semantics):
+    """As on one device: bfloat16 times it is bfloat16, and uint8 is uint8."""
+    seen = set()
+
+    def loss(p, b):
+        seen.add((b["x"] * b["scale"]).dtype.name)
+        seen.add((b["pixels"] * b["n"]).dtype.name)
+        return jnp.mean(b["x"] * b["scale"] @ p["w"], dtype=jnp.float32)
+
+    given = {"x": np.ones((16, 4), jnp.bfloat16), "pixels": np.ones((16, 4), np.uint8)}
+    given |= {"scale": 0.5, "n": 2}
+    state = {"w": jnp.ones((4, 8), jnp.bfloat16)}, optax.sgd(0.1)
+    state, plan = gshard.shard_train_state(state, gshard.make_mesh(), "fsdp", min_shard_size=0)
+    step = gshard.make_train_step(loss, plan, loss_semantics=semantics, micro_batches=2)
+    _, metrics = step(state, given)
+    assert metrics["loss"] == 2 and seen == {"bfloat16", "uint8"}
