@@ -222,10 +222,6 @@ def _join(
     count, rank = int(position.num_processes or 1), int(position.process_id or 0)
     if _jax_has_started():
         raise CallOrderError(f"initialize: JAX has already started in process {rank}. {_NEED}")
-    # gRPC would ask a web proxy for the coordinator, and hang.
-    if any(name.lower().endswith("_proxy") and os.environ[name] for name in os.environ):
-        without = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-        os.environ["no_proxy"] = f"{without},{at.host}" if without else at.host
     reserved = env_vars.read_integer(env_vars.PORT_IS_KEPT) is not None
     servers: list[Server] = []
 
@@ -270,20 +266,26 @@ def _join_detected(
                 f"process is one of several. {_NEED}"
             )
         return
-    options["local_device_ids"] = env_vars.gpus_of_task()
+    if not several and "1" in map(os.environ.get, _CLUSTERS):
+        return  # alone; JAX would listen at the port that all steps of a Slurm job have
     try:
         _initialize(coordinator_bind_address=bind_address, **options)
         _watch(Watchdog(None, hang_timeout))  # no rendezvous tells where process 0 serves
-    except ValueError as error:
+    except Exception as error:
         if "coordinator_address" not in str(error):
-            raise GShardError(f"initialize: {error}") from error
-        if several:
-            raise GShardError(
-                f"initialize: {several[0]} says that this process is one of several, but not at "
-                "which address they meet, so JAX cannot detect the others. Give "
-                "coordinator_address, num_processes and process_id; to run this process alone, "
-                "give num_processes=1, process_id=0."
-            ) from error
+            said = error if isinstance(error, GShardError) else f"{type(error).__name__}: {error}"
+            why = f"JAX has detected a cluster, and joining its processes failed ({said})."
+        elif several:
+            why = (
+                f"{several[0]} says that this process is one of several, but not at which address "
+                "they meet, so JAX cannot detect the others."
+            )
+        else:
+            return
+        raise CallOrderError(
+            f"initialize: {why} Give coordinator_address, num_processes and process_id; to run "
+            "this process alone, give num_processes=1, process_id=0."
+        ) from error
 
 
 def _watch(watchdog: Watchdog) -> None:
@@ -292,11 +294,17 @@ def _watch(watchdog: Watchdog) -> None:
 
 
 def _initialize(**arguments: Any) -> None:
+    before = os.environ.get("grpc_proxy")
+    os.environ["grpc_proxy"] = ""  # gRPC would ask a web proxy for the coordinator, and hang
     try:
-        jax.distributed.initialize(**arguments)
+        jax.distributed.initialize(local_device_ids=env_vars.gpus_of_task(), **arguments)
     except RuntimeError as error:
         fix = f" {_NEED}" if "must be called before" in str(error) else ""
         raise CallOrderError(f"initialize could not start: {error}{fix}") from error
+    finally:
+        del os.environ["grpc_proxy"]
+        if before is not None:
+            os.environ["grpc_proxy"] = before
     count_sigusr1_as_sigterm()
 
 

@@ -225,6 +225,23 @@ def test_machines_that_come_are_taken_up_in_order(site, capsys):
     assert "starting all processes again in" not in said, "it is no failure"
 
 
+def test_processes_that_do_not_stop_for_a_machine_that_comes_are_named(site, capsys):
+    script = site.folder / "waits.py"
+    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    script.write_text(
+        script.read_text().replace("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", deaf)
+    )
+    words = ("--join_timeout", 1, "--join_every", 0.01, "--grace", 1)
+    site.machine(*words)
+    site.machine(*words)
+    site.until_start(0, 2)
+    site.machine(*words)
+    site.until_start(1, 3)
+    site.go()
+    assert [machine.end() for machine in site.machines] == [0, 0, 0]
+    assert re.search(r"ranks \[\d] had not stopped and were killed", capsys.readouterr().err)
+
+
 def test_a_machine_that_comes_takes_part_after_the_next_failure(site, capsys):
     """Without `--join_every` nothing is stopped for it."""
     script, fails = site.folder / "waits.py", site.folder / "fails"

@@ -83,6 +83,7 @@ def test_slurm_is_detected(tmp_path):
             "SLURM_NTASKS": "2",
             "SLURM_PROCID": str(rank),
             "SLURM_LOCALID": str(rank),
+            "http_proxy": "http://127.0.0.1:9",  # nobody is there; gRPC would ask it, and hang
         }
         for rank in range(2)
     ]
@@ -126,6 +127,7 @@ def task(per_node: str, node: int, number: int, per_task: str = "") -> dict[str,
         (0, task("2", 0, 1), None),
         (8, task("", 0, 1), None),
         (8, task("8", 0, 1) | {"JAX_LOCAL_DEVICE_IDS": "5"}, None),
+        (8, task("8", 0, 1) | {"GSHARD_LOCAL_PROCESS_ID": "1"}, None),  # of the launcher
         (8, {}, None),
     ],
 )
@@ -151,11 +153,13 @@ assert (gshard.distributed.process_index(), gshard.distributed.process_count()) 
 
 
 def test_without_a_word_a_process_is_alone(tmp_path):
-    """Also where its address is given: then no cluster is looked for."""
+    """Also where its address is given: then no cluster is looked for; and as a task of its own."""
     told = {"num_processes": 1, "process_id": 0}
-    among = {"OMPI_COMM_WORLD_SIZE": "2"}
-    commands = [["-c", ALONE.format(arguments=arguments)] for arguments in ({}, told)]
-    assert_all_well(run_together(tmp_path, commands, [{}, among], limit=100))
+    among, job = {"OMPI_COMM_WORLD_SIZE": "2"}, {"SLURM_JOB_ID": "1", "SLURM_LOCALID": "0"}
+    job |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_PROCID": "0"}
+    job |= {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}
+    commands = [["-c", ALONE.format(arguments=arguments)] for arguments in ({}, told, {})]
+    assert_all_well(run_together(tmp_path, commands, [{}, among, job], limit=100))
 
 
 UNDETECTED = """
@@ -170,11 +174,20 @@ except gshard.GShardError as error:
 def test_a_cluster_that_is_not_detected_is_no_reason_to_train_alone(tmp_path):
     """Open MPI 5 and MPICH say less than JAX reads; each process would train for itself."""
     environments = [{"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SIZE": "4"}]
-    ended = run_together(tmp_path, [["-c", UNDETECTED]] * 2, environments, limit=100)
+    environments.append({"OMPI_MCA_orte_hnp_uri": "no number"})  # JAX raises a ValueError
+    ended = run_together(tmp_path, [["-c", UNDETECTED]] * 3, environments, limit=100)
     assert_all_well(ended)
-    for end, variable in zip(ended, ("OMPI_COMM_WORLD_SIZE=2", "PMI_SIZE=4"), strict=True):
-        assert f"{variable} says that this process is one of several" in end.said
-        assert "coordinator_address, num_processes and process_id" in end.said
+    several = "says that this process is one of several"
+    for end, why in zip(
+        ended,
+        (
+            f"OMPI_COMM_WORLD_SIZE=2 {several}",
+            f"PMI_SIZE=4 {several}",
+            "JAX has detected a cluster, and joining its processes failed (ValueError: invalid",
+        ),
+        strict=True,
+    ):
+        assert why in end.said and "coordinator_address, num_processes and process_id" in end.said
 
 
 # ---- arguments, variables, detection -------------------------------------------------------------

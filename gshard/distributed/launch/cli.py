@@ -188,6 +188,8 @@ _UPSTREAM = {  # options of torchrun and of paddle.distributed.launch, and what 
         "Give --nproc_per_node N, the processes of this machine.",
     ),
     **dict.fromkeys(("", "c"), "Save the program in a file: every process runs it."),
+    **dict.fromkeys(("node_rank", "machine_rank"), "Give --rank R, the number of this machine."),
+    **dict.fromkeys(("num_nodes", "num_machines"), "Give --nnodes N, the machines of the job."),
     "include": "Give --devices A,B instead.",
     "mixed_precision": 'It is an argument of gshard.shard_train_state: precision="bfloat16".',
     **dict.fromkeys(

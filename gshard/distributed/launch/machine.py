@@ -81,6 +81,8 @@ def run_start(
         say(outcome.report(asked.log_dir))
     elif orders.end:
         say(f"gshard: the processes of this machine were ended: {orders.end}")
+    elif orders.stop and not signals and any(end.asked for end in outcome.ends):
+        say(outcome.summary[1])  # that some did not stop, so that work is lost
     return outcome, Report.of(outcome, leaves=bool(signals))
 
 
