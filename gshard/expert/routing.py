@@ -58,7 +58,7 @@ def route(
     capacity_factor: float | None = 1.25,
     score: Score = "softmax",
     bias: Any = None,
-    normalize: bool = True,
+    normalize: bool | None = None,
 ) -> Routing:
     """Chooses the `k` best experts of each token, and the token's position among those of each.
 
@@ -76,7 +76,8 @@ def route(
       score: `"softmax"` over the experts, or `"sigmoid"` of each (DeepSeek-V3, arXiv 2412.19437,
         section 2.1.2).
       bias: (E,), added to the scores for the choice alone, and not to the weights (`update_bias`).
-      normalize: divide the weights of a token by their sum.
+      normalize: divide the weights of a token by their sum. By default with `k` above 1: a single
+        weight would become 1, whose gradient is 0, so that the router would not train.
 
     Returns:
       A `Routing`, with gradients to the logits through its weights.
@@ -116,7 +117,7 @@ def route(
     _, indices = jax.lax.top_k(chosen_by, k)
     chosen = jax.nn.one_hot(indices, experts, dtype=jnp.float32)  # (G, T, K, E)
     weights = jnp.sum(chosen * scores[..., None, :], -1)
-    if normalize:
+    if k > 1 if normalize is None else normalize:
         weights = weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-20)
     goes = jnp.sum(chosen, 2).astype(jnp.int32)  # (G, T, E), 0 or 1
     before = jnp.cumsum(goes, 1) - goes

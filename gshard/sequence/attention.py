@@ -52,7 +52,8 @@ def attention(
       v: values, (batch, T/S, kv_heads, features of a value).
       causal: a token attends to itself and those before it.
       mask: booleans, True where a query attends to a key: (batch or 1, heads or 1, T/S, T), with
-        this device's queries and all keys by their positions. A query without keys gives zeros.
+        this device's queries and all keys by their positions. A query without keys gives
+        zeros, or with cuDNN a mean of values.
       segment_ids: integers (batch, T/S): a token attends only to those of the same number, for
         several documents in one sequence.
       window: a token attends to itself and window - 1 tokens before it, and as many after it

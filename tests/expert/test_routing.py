@@ -209,3 +209,11 @@ def test_a_dropped_assignment_reads_no_other_tokens_place():
 def test_places_are_counted_without_rounding(tokens, experts, factor, places):
     given = np.zeros((1, tokens, experts), np.float32)
     assert expert.route(given, 1, capacity_factor=factor).capacity == places
+
+
+def test_the_router_of_one_expert_for_each_token_trains():
+    logits = jax.random.normal(jax.random.key(0), (1, 8, 4))
+    of_tokens = jnp.arange(8.0)[None, :, None]
+    gradient = jax.grad(lambda x: (expert.route(x, 1).weights * of_tokens).sum())(logits)
+    assert jnp.abs(gradient).max() > 1e-3
+    np.testing.assert_array_equal(expert.route(logits, 1, normalize=True).weights, 1)

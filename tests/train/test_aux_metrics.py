@@ -343,3 +343,61 @@ def test_booleans_that_some_example_makes_true(k):
     step = gshard.make_train_step(loss, plan, has_aux=True, micro_batches=k)
     found = step(state, {"x": np.ones((24, 4), np.float32), "y": y})[1]["aux"]
     assert found.dtype == bool and found.tolist() == [True, True, False, True, False]
+
+
+def named(b):
+    """What is not the same function of the whole batch as of its parts."""
+    return {
+        "share": Reduced((b["x"][:, 0] > 1).any(), "mean"),
+        "count": Reduced((b["x"][:, 0] > 0).sum(), "mean"),
+        "top": Reduced(b["n"].max(), "mean"),
+        "highest": Reduced(b["x"].sum() / b["w"].sum(), "max"),
+        "total": Reduced(b["x"].sum() / b["w"].sum(), "sum"),
+        "tops": Reduced(b["x"].max(), "sum"),
+    }
+
+
+BY = {"share": np.mean, "count": np.mean, "top": np.mean, "highest": np.max}
+
+
+def micro_batch(b, i, devices=3):
+    """The examples of the i-th of two micro-batches: a part of those of each device."""
+    return jax.tree.map(
+        lambda x: x.reshape(devices, 2, -1, *x.shape[1:])[:, i].reshape(-1, *x.shape[1:]), b
+    )
+
+
+@pytest.mark.parametrize("over", ["calls", "micro-batches"])
+def test_outputs_are_reduced_over_parts_as_they_say(over):
+    state, plan = divided()
+    given = [rows(seed) for seed in range(2)]
+
+    def loss(p, b):
+        return ((b["x"] @ p["w"]) ** 2).mean(), named(b)
+
+    if over == "calls":
+        call = gshard.value_and_grad(loss, plan, sync=False, has_aux=True)
+        sums = jax.jit(lambda p, given: sum(call(p, b)[1] for b in given))(state.params, given)
+        found = jax.jit(lambda x: gshard.reduce_gradients(x, plan)[0][1])(sums)
+    else:
+        options = {"has_aux": True, "loss_semantics": "per_micro_batch", "micro_batches": 2}
+        whole = joined(given)
+        found = gshard.make_train_step(loss, plan, **options)(state, whole)[1]["aux"]
+        given = [micro_batch(whole, i) for i in range(2)]
+    each = [jax.jit(named)(b) for b in given]
+    for name, x in found.items():
+        wanted = BY.get(name, np.sum)([np.float64(e[name].value) for e in each])
+        np.testing.assert_allclose(np.float64(x), wanted, rtol=1e-5, err_msg=name)
+
+
+def test_a_boolean_of_several_micro_batches_is_said_to_be_the_last_ones():
+    state, plan = divided()
+    step = gshard.make_train_step(
+        lambda p, b: (((b["x"] @ p["w"]) ** 2).mean(), jnp.isnan(b["x"]).any()),
+        plan,
+        has_aux=True,
+        loss_semantics="per_micro_batch",
+        micro_batches=2,
+    )
+    with pytest.warns(gshard.GShardWarning, match=r'only the last .* gshard.Reduced\(x, "any"\)'):
+        step(state, rows())

@@ -383,6 +383,23 @@ def test_what_it_returns_can_be_differentiated(level, k, of):
         np.testing.assert_allclose(unpadded, x, rtol=1e-4, atol=1e-5 * np.abs(x).max())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_it_returns_can_be_differentiated_by_weights_of_the_batch(dtype):
+    """Also the sum of the weights, by which the loss is divided, depends on them."""
+    rng = np.random.default_rng(0)
+    x, weights = rng.normal(size=(10, 5)).astype(dtype), np.float32(rng.uniform(1, 2, 10))
+    params = {"v": jnp.asarray(rng.normal(size=5), dtype)}
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh(), "os", min_shard_size=0)
+
+    def loss(p, b):
+        return (b["w"] * jnp.square(b["x"] @ p["v"])).sum() / b["w"].sum()
+
+    value_and_grad = gshard.value_and_grad(loss, plan)
+    found = jax.jit(jax.grad(lambda w: value_and_grad(state.params, {"x": x, "w": w})[0]))(weights)
+    wanted = jax.grad(lambda w: loss(params, {"x": x, "w": w}))(weights)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+
+
 def test_numbers_of_python_are_arrays():
     rows, start = np.ones((ROWS, 4), np.float32), {"w": np.ones((4, 4), np.float32)}
     state, plan = gshard.shard_train_state((start, optax.sgd(0.1)), mesh(), "os", min_shard_size=0)

@@ -134,6 +134,10 @@ class GlobalEvaluator(Conversions):
             body, consts = body_of(eqn)
             with self._called_by(eqn):
                 return self.evaluate(body, consts, values)
+        if name == "convert_element_type" and (own := values[0].summed) is not None:
+            (converted,) = self._evaluate_equation(eqn, [own])
+            value = Value(REPLICATED, converted.aval, source=values[0].source, summed=converted)
+            return [value]
         if name == "div":
             values = _of_one_device(values)
             if len(values) == 1:

@@ -38,6 +38,8 @@ def acts_by_entry(eqn: Any) -> bool:
     """Whether each entry of the result comes from the same entry of the operands."""
     if eqn.primitive.name == "bitcast_convert_type":
         return eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+    if eqn.primitive.name == "random_fold_in":  # of many numbers, unsafe_rbg draws from the first
+        return "urbg" not in str(eqn.invars[0].aval.dtype)
     return eqn.primitive.name in ENTRY_BY_ENTRY
 
 
@@ -45,6 +47,8 @@ def acts_by_entry(eqn: Any) -> bool:
 def entry_by_entry(given: Given) -> Decision | None:
     """Every result has the rank of the operands; scalars and dimensions of size 1 are shared."""
     place, wanted = first_sharded(given.placements), []
+    if not acts_by_entry(given.eqn):
+        return None
     for shape, placement in zip(given.shapes, given.placements, strict=True):
         if shape == ():
             wanted.append(REPLICATED)

@@ -164,7 +164,7 @@ class GlobalBatch:
             total = _scaled(evaluator, total, examples)
         share = share_of(evaluator, total)
         if weight is not None:
-            weight = jax.lax.stop_gradient(float_of(evaluator, weight, others))
+            weight = float_of(evaluator, weight, others)
         elif averaged:
             # Divided by after the gradient is taken: a third would be rounded in a bfloat16 loss.
             weight = jnp.float32(1 / self.group.devices)
@@ -274,8 +274,10 @@ def _number(number: Any, like: Value) -> Value:
 
 
 def _scaled(evaluator: GlobalEvaluator, value: Value, by: float) -> Value:
-    place = PARTIAL if value.placement == PARTIAL else REPLICATED
-    return Value(place, value.aval, at_least_float32(evaluator.convert(value, place)) * by)
+    is_sum = value.placement == PARTIAL and value.aval.dtype != jnp.bool_
+    place = PARTIAL if is_sum else REPLICATED
+    x = at_least_float32(evaluator.convert(value, place)) * by
+    return Value(place, jax.typeof(x), x)
 
 
 def _divided(
@@ -289,7 +291,7 @@ def _divided(
     been summed yet.
     """
     weight = replace(weight, depends=False)  # it is not differentiated
-    divisor = jax.lax.stop_gradient(at_least_float32(evaluator.convert(weight, REPLICATED)))
+    divisor = at_least_float32(evaluator.convert(weight, REPLICATED))
     divisor = sum_partial(divisor, axes) if axes else divisor
     is_zero = divisor == 0
     share = at_least_float32(evaluator.convert(total, PARTIAL)) / jnp.where(is_zero, 1, divisor)
@@ -329,15 +331,16 @@ def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: An
     if isinstance(x, Weighted):
         return Weighted(float_of(evaluator, x.sum), float_of(evaluator, x.weight))
     value, by = (x.value, x.by) if isinstance(x, Reduced) else (x, "mean")
-    if value.extreme is not None:
+    weight = call if batch is None else batch
+    named = isinstance(x, Reduced) and weight is not None
+    if value.extreme is not None and not named:
         own, largest = value.extreme
         return Reduced(own, "max" if largest else "min")
-    if value.quotient is not None and batch is None:
+    if value.quotient is not None and batch is None and (not named or by == "mean"):
         return _form(evaluator, Weighted(*value.quotient))
-    weight = call if batch is None else batch
-    if weight is not None and by not in ("sum", "mean"):
+    if named and by not in ("sum", "mean"):
         return Reduced(evaluator.convert(value, REPLICATED), by)
-    floating = jnp.issubdtype(value.aval.dtype, jnp.floating) and by == "mean"
+    floating = by == "mean" and (named or jnp.issubdtype(value.aval.dtype, jnp.floating))
     if weight is not None and by == "mean" and jnp.iscomplexobj(value.aval):
         raise GShardError(
             "a complex auxiliary output cannot be averaged over several micro-batches or calls. "
@@ -353,17 +356,19 @@ def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: An
         return Reduced(evaluator.convert(value, REPLICATED), SAME)
     if value.placement == PARTIAL or (weight is not None and by == "sum"):
         return Reduced(evaluator.convert(value, PARTIAL), "sum")
-    if weight is not None and jnp.issubdtype(value.aval.dtype, jnp.integer):
+    if weight is not None and not jnp.issubdtype(value.aval.dtype, jnp.inexact):
         several = "calls" if batch is None else "micro-batches"
         advice = (
-            "Return entries of examples from make_eval_step."
-            if value.placement.is_sharded
-            else 'Return gshard.Reduced(x, "sum") if it counts examples, such as '
-            'batch["x"].shape[0], and gshard.Reduced(x, "max") if it is the same for all.'
+            'Return gshard.Reduced(x, "sum") if it counts examples, such as batch["x"].shape[0], '
+            'and gshard.Reduced(x, "max") if it is the same for all.'
         )
+        if value.placement.is_sharded:
+            advice = "Return entries of examples from make_eval_step."
+        elif value.aval.dtype == jnp.bool_:
+            advice = 'Return gshard.Reduced(x, "any") or gshard.Reduced(x, "all").'
         warn(
-            f"an auxiliary output of the loss, {value.aval.dtype}{list(value.aval.shape)}, is an "
-            f"integer, but not a sum over examples: of several {several}, only the last one's "
+            f"an auxiliary output of the loss, {value.aval.dtype}{list(value.aval.shape)}, is "
+            f"neither a float nor a sum over examples: of several {several}, only the last one's "
             f"value is returned. {advice}"
         )
     return Reduced(evaluator.convert(value, REPLICATED), SAME)

@@ -37,7 +37,20 @@ PAIRS = {
         lambda p, b: jnp.divide(*masked(p, b)),
     ),
     "pmax": (lambda p, b: lax.pmax(losses(p, b).max(), "shard"), lambda p, b: losses(p, b).max()),
+    "count": (
+        lambda p, b: lax.psum(losses(p, b).sum(), "shard") / lax.psum(counted(p, b), "shard"),
+        lambda p, b: losses(p, b).sum() / counted(p, b),
+    ),
+    "share": (
+        lambda p, b: losses(p, b).mean() * lax.pmean(counted(p, b), "shard"),
+        lambda p, b: losses(p, b).mean() * counted(p, b),
+    ),
 }
+
+
+def counted(p, b):
+    """An integer."""
+    return (b["x"][:, 0] > 0).sum()
 
 
 def normalized(p, b):
@@ -63,7 +76,16 @@ def trained(loss, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "k"), [("pmean", 1), ("pmean", 2), ("quotient", 2), ("pmax", 1), ("vmap", 1)]
+    ("name", "k"),
+    [
+        ("pmean", 1),
+        ("pmean", 2),
+        ("quotient", 2),
+        ("count", 2),
+        ("share", 1),
+        ("pmax", 1),
+        ("vmap", 1),
+    ],
 )
 def test_what_code_for_pmap_writes_matches_one_device(name, k):
     ours, plain = PAIRS[name]

@@ -92,6 +92,16 @@ def test_keys_of_other_generators_are_drawn_together():
     assert [x.operation for x in placed.transfers] == ["random_bits"]
 
 
+def test_numbers_are_folded_into_keys_of_unsafe_rbg_together():
+    """`fold_in` of an array of numbers draws from the first key that it makes."""
+
+    def draw(numbers):
+        fold = lambda n: jax.random.fold_in(jax.random.key(3, impl="unsafe_rbg"), n)  # noqa: E731
+        return jax.random.key_data(jax.vmap(fold)(numbers))
+
+    check(draw, [np.arange(12, dtype=np.uint32)], [placements("0")], 3)
+
+
 # ---- nothing is left out ------------------------------------------------------------------------
 
 
