@@ -9,10 +9,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from gshard._util.activity import doing
 from gshard._util.errors import ArgumentTypeError, GShardError, UnevenInputsError, some, warn
 from gshard._util.pytree import flatten
 from gshard._util.validation import flag, shown
 from gshard.data.batch import local_positions
+from gshard.distributed.agree import spans_processes
 from gshard.distributed.broadcast import sum_over_devices
 from gshard.pytorch.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 from gshard.wrapped.accumulation import Accumulation
@@ -155,12 +157,13 @@ class Join:
         for source in sources:
             source.advance()
         left = [source.left for source in sources]
-        every, count = left, jax.process_count()
-        if self._enable and count > 1:
-            one = [next(d for d in jax.devices() if d.process_index == i) for i in range(count)]
-            mesh = Mesh(np.array(one), ("process",))
-            found = sum_over_devices(np.array([any(left), all(left)], np.uint32), mesh)
-            every = [found.any(), (found == count).all()]
+        every = left
+        if self._enable and spans_processes(self._plan):
+            one = {d.process_index: d for d in self._plan.mesh.devices.flat}
+            mesh = Mesh(np.array([one[rank] for rank in sorted(one)]), ("process",))
+            with doing("join, for the next batch", waits=True, mesh=mesh):
+                found = sum_over_devices(np.array([any(left), all(left)], np.uint32), mesh)
+            every = [found.any(), (found == len(one)).all()]
         if any(every) and not all(every) and (self._throw or not self._enable):
             who = "another process" if all(left) else f"process {jax.process_index()}"
             asked = "throw_on_early_termination=True" if self._throw else "enable=False"

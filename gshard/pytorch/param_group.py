@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean, some, warn
+from gshard._util.errors import (
+    ArgumentTypeError,
+    GShardError,
+    did_you_mean,
+    some,
+    warn,
+    without_partial,
+)
 from gshard._util.validation import flag, shown
 from gshard.pytorch.coupling import dependence
 
@@ -47,7 +54,8 @@ class ParamGroup(MutableMapping[str, Any]):
         """`own` arguments of the optax factory replace its `defaults`; `params` returns arrays."""
         self._factory, self._params = factory, params
         self.tree: Any = tree
-        self.name: str = getattr(factory, "__name__", repr(factory))
+        # Without an address, since processes compare it.
+        self.name: str = getattr(without_partial(factory), "__name__", type(factory).__name__)
         known, takes_any = _signature(factory, self.name)
         given = {k: x for of in (defaults, own) for k, x in _renamed(of, known, takes_any).items()}
         self._own = {_MAXIMIZE} - set(known)  # what the factory is not given

@@ -262,25 +262,24 @@ class ZeroRedundancyOptimizer:
 
     @named_arguments({"recipient_rank": "It is to= here."})
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gathers the state for one process, leaf by leaf; all processes call it.
+        """Gathers the state, leaf by leaf; all processes call it.
 
-        That process may then call `state_dict` alone, until the next step. It is not needed if all
+        Any of them may then call `state_dict` alone, until the next step. It is not needed if all
         processes call `state_dict`, or if there is only one.
 
         Args:
-          to: rank of the process.
+          to: rank of a process, as in PyTorch; every process keeps the state until the next step.
         """
         if check_integer("to", to, 0) >= jax.process_count():
             raise GShardError(
                 f"consolidate_state_dict: to={to} is not a rank of {jax.process_count()} processes."
             )
         self._same.compare(self.plan)
-        states = self._engine.states()
-        mine = jax.process_index() == to
-        self._consolidated = (self._engine.state, states) if mine else (None, [])
+        self._consolidated = self._engine.state, self._engine.states()
 
     def _compare(self) -> None:
         """Compares the hyperparameters of this step and the earlier ones, where it is due."""
+        self._consolidated = None, []
         lines = [
             f"{name}={value!r} in group {i}"
             for i, group in enumerate(self.param_groups)

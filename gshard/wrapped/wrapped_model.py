@@ -127,6 +127,7 @@ class Wrapped(Keeping):
             ("children", "named_children", "sublayers", "named_sublayers", "apply"),
             "Call nnx.iter_modules(model).",
         ),
+        "require_backward_grad_sync": "Call backward within `with model.no_sync():`.",
         "set_requires_gradient_sync": "Call backward within `with model.no_sync():`.",
         "named_modules": "Call nnx.iter_modules(model).",
         "modules": "Call nnx.iter_modules(model).",
@@ -193,6 +194,8 @@ class Wrapped(Keeping):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "grads":
+            if name in self._gshard_instead:
+                getattr(self, name)  # where the model lacks it, this says what to use instead
             super().__setattr__(name, value)
             return
         keep = kept(self)

@@ -37,3 +37,7 @@ def test_uneven_inputs_of_processes(found):
     for process in found:
         for i, y in enumerate(jax.tree.leaves(wanted)):
             np.testing.assert_allclose(process[f"join/{i}"], y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_of_one_process_joins_nobody(found):
+    assert [int(process["own"]) for process in found] == [3, 5]

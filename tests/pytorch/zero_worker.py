@@ -7,6 +7,7 @@ Every process passes its own rows. What it saw goes to FILE.
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import gshard
@@ -33,7 +34,8 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
         dp = gshard.pytorch.DataParallel(Net())
         opt = gshard.pytorch.ZeroRedundancyOptimizer(
             dp.parameters(),
-            optax.adam,
+            # its address, which a message may name, differs between the processes
+            functools.partial(optax.adam, b1=0.9) if partition == "greedy" else optax.adam,
             parameters_as_bucket_view=partition == "greedy",
             partition=partition,
             lr=0.01,
@@ -44,9 +46,10 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
             opt.zero_grad()
         saved, before = opt.state_dict(), dp.state_dict()
         opt.consolidate_state_dict(to=1)
-        if rank == 1:  # alone: nothing may be sent
-            again = opt.state_dict()["state"]
-            assert jax.tree.all(jax.tree.map(np.array_equal, again, saved["state"]))
+        for ranks in ([1], [0, 1]):
+            if rank in ranks:  # alone too: nothing may be sent
+                again = opt.state_dict()["state"]
+                assert jax.tree.all(jax.tree.map(np.array_equal, again, saved["state"]))
         part = opt.state_dict(full=False)
         dp.backward(loss_fn, own(STEPS))  # a step that is undone
         opt.step()
@@ -69,6 +72,9 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
             opt.zero_grad()
     for i, x in enumerate(jax.tree.leaves(nnx.state(dp, nnx.Param))):
         found[f"join/{i}"] = np.asarray(x.addressable_data(0))
+    alone = gshard.pytorch.DataParallel(Net(), group=jax.local_devices())
+    with gshard.pytorch.Join([alone]) as join:  # not with the model of the other process
+        found["own"] = np.array(sum(1 for _ in join(rows(UNEVEN, i) for i in range(3 + 2 * rank))))
     np.savez(file, **found)
 
 

@@ -419,3 +419,20 @@ def test_a_state_dict_does_not_wrap_integers(value, said):
         model.load_state_dict(values)
     model.load_state_dict({**values, "calls": np.int64(2**31 - 1)})
     assert model.calls[...] == 2**31 - 1
+
+
+def test_attributes_of_pytorch_that_would_do_nothing_cannot_be_set():
+    """Setting one would make an attribute of the user's model, which nothing reads."""
+    model = gshard.pytorch.DataParallel(Net())
+    with pytest.raises(gshard.GShardError, match=r"has no attribute 'require_backward.*no_sync"):
+        model.require_backward_grad_sync = False
+    with pytest.raises(gshard.GShardError, match=r"model.train\(\) and model.eval\(\)"):
+        model.training = False
+    model.note = "mine"
+
+    class Trains(Net):
+        training = True
+
+    own = gshard.pytorch.DataParallel(Trains())
+    own.training = False
+    assert not own.training and model.note == "mine"
