@@ -247,7 +247,8 @@ class Checkpointer:
             arrays, infos = arrays_of(state, plan)
             data = None if data_state is None else packed_data_state(data_state)
             table = as_metadata(metadata)
-            self._retention.check(table)
+            if writer is self._writer:  # local steps are none of the best
+                self._retention.check(table)
             return Contents(StepInfo.of(number, infos, plan, table), arrays, data, plan)
 
         self._refuse_fork()
@@ -430,14 +431,17 @@ class Checkpointer:
                     self._local.forget(lambda own: own > found.step)
                 else:
                     self._local.abandon(found.step)
+            undamaged = {*steps_everywhere(self._store)} - self._writer.damaged
+            if self._local is not None:
+                self._local.after = max(undamaged, default=-1)
             if self._local is not None and found.source == str(self._local.store):
                 self._local.has_restored(found.step, found.metadata, found.data_state)
                 self._local.count_skipped(plan.kind.split(found.state).opt_state.guard.skipped)
             else:
                 self._elsewhere = None  # training goes on from what the directory has
-                undamaged = {*steps_everywhere(self._store)} - self._writer.damaged
                 if found.step == max(undamaged, default=None):
                     self._writer.has_restored(found.step, found.metadata, found.data_state)
+                    self._writer.remember(arrays_of(found.state, plan)[0])
             self._rhythm.start_again()
             late_checks(plan).forget()
             events.restored(found.step, time.monotonic() - began)

@@ -169,8 +169,9 @@ class StepWriter:
     def _start(self, contents: Contents) -> None:
         """Copies the arrays to the host, and starts the thread that writes them."""
         self.last_step = None
+        self.damaged.clear()  # the first process has set them aside
         self._metadata, self._data = contents.info.metadata, contents.data
-        self._arrays = {path: weakref.ref(x) for path, x in contents.arrays.items()}
+        self.remember(contents.arrays)
         begun: list[Callable[[], object]] = []
         call = f"save of step {contents.step}"
         if self.store.is_shared and not self._saves:
@@ -293,6 +294,10 @@ class StepWriter:
         self.last_step, self._metadata, self._arrays = step, metadata, {}
         self._data = None if data_state is None else packed_data_state(data_state)
 
+    def remember(self, arrays: Mapping[str, jax.Array]) -> None:
+        """Remembers what the last step holds: the same objects need no comparison."""
+        self._arrays = {path: weakref.ref(x) for path, x in arrays.items()}
+
     def _draft(self, step: int) -> Draft:
         """What this save writes. An earlier one, of this job or another, may still write its own.
 
@@ -330,7 +335,6 @@ class StepWriter:
         self._known = {n: x for n, x in self._known.items() if n not in self.damaged}
         for step in sorted(self.damaged & set(there)):
             warn(f"the damaged step {step} is now {self.store.set_aside(step)}.")
-        self.damaged.clear()
         draft = self._draft(contents.step)
         draft.make(contents.info)
         return draft

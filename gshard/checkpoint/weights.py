@@ -134,6 +134,11 @@ def _patterns(only: Any, call: str) -> list[re.Pattern[str]]:
     return [pattern(text, f"{call}: only=") for text in texts]
 
 
+def matches(weight: str, only: Any, call: str) -> bool:
+    """Whether the path of a weight contains a match of one of the patterns `only`."""
+    return any(x.search(weight) for x in _patterns(only, call))
+
+
 def warn_of_choice(plan: Plan, only: Any, call: str) -> None:
     """Warns of patterns that match more than they seem to, and of averages that they leave out.
 

@@ -26,7 +26,7 @@ from flax.training.train_state import TrainState
 
 import gshard
 from gshard._util.errors import OutsideError
-from gshard.checkpoint import orbax, restore
+from gshard.checkpoint import orbax, restore, save
 from gshard.checkpoint.disk import Disk
 from gshard.checkpoint.local import store as local_store
 from gshard.checkpoint.retention import RetentionPolicy
@@ -538,6 +538,30 @@ def test_the_step_that_was_restored_is_not_written_again(tmp_path, run):
         checkpointer.restore(4, like=run.state)
         with pytest.raises(gshard.GShardError, match="not after the newest one, 5"):
             checkpointer.save(4, restored.state)
+
+
+def test_what_was_restored_is_not_read_once_more_to_be_compared(tmp_path, run, monkeypatch):
+    """A job that is told to stop before its first step has little time for its last save."""
+    compared = []
+    read = save.read_one_by_one
+
+    def reading(one, stored, plan, arrays):
+        compared.append({*arrays})
+        return read(one, stored, plan, arrays)
+
+    monkeypatch.setattr(save, "read_one_by_one", reading)
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, run.state)
+    with gshard.Checkpointer(tmp_path) as checkpointer:
+        restored = checkpointer.restore(like=run.state)
+        checkpointer.save(5, restored.state)
+        assert compared.pop() == set()
+        other = restored.state.replace(params=jax.tree.map(jnp.copy, restored.state.params))
+        checkpointer.save(5, other)
+        assert len(compared.pop()) == len(jax.tree.leaves(other.params))
+        checkpointer.restore(like=run.state, only=".")  # for an evaluation
+        checkpointer.save(5, restored.state)
+    assert checkpointer.all_steps() == [5]
 
 
 def test_a_step_that_was_restored_instead_of_a_damaged_one_is_not_written_again(tmp_path, run):

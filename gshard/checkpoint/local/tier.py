@@ -134,7 +134,8 @@ class LocalTier(StepWriter):
             where = self.store if newest in self.steps else self.store.run
             raise GShardError(
                 f"save: step {number} is not after the newest one, {newest}, in {where}. Restore "
-                "that one and continue from it, or choose another directory and local folder."
+                "that one and continue from it, choose another directory and local folder, or "
+                "delete the newer steps: checkpointer.delete(step)."
             )
         if self._infos:
             check_same_run(self._infos, arrays, str(self.store))

@@ -39,6 +39,7 @@ from gshard.checkpoint.step_files import store_errors_explained
 from gshard.checkpoint.weights import (
     Weight,
     chosen,
+    matches,
     named,
     replace_weights,
     warn_of_choice,
@@ -137,6 +138,9 @@ def load_safetensors(
         if names is not None:
             found = _needed(found, every, names)
         found = {name: x for name, x in found.items() if name in mine or name not in every}
+        if only is not None and names is None:  # of what the state lacks too, as in `restore`
+            paths = {name: name.replace(".", "/") for name in found}
+            found = {k: x for k, x in found.items() if k in mine or matches(paths[k], only, _CALL)}
         _check_fit(found, wanted, pieces, file, convert, names)
 
         def make(name: str, layout: Layout, old: Any) -> Any:
@@ -246,6 +250,8 @@ def _check_fit(
         said.append("Pass cast=True to convert dtypes.")
     elif dtypes:
         said.append(CASTS)
+    if added and names is not None:
+        said.append("What no weight needs is left out by ignored= of the NameMap.")
     if missing or added or shapes:
         said.append(
             "Pass the name_map= of the program that wrote the file, choose weights with only=, or "

@@ -340,6 +340,35 @@ def test_steps_that_training_did_not_go_on_from_are_not_restored(folders):
     assert checkpointer.metadata() == {"is": "new"} and checkpointer.verify() == []
 
 
+def test_training_goes_on_after_a_step_that_is_restored_instead_of_a_damaged_one(folders):
+    run, how = Training("os", 2), {"every": 20, "local_every": 2}
+    with opened(folders, **how) as checkpointer:
+        for step in (20, 40):
+            checkpointer.save(step, run.state)
+    shutil.rmtree(folders["local"])  # as after a reboot
+    (folders["directory"] / "40" / "gshard.json").write_text("{}")
+    with opened(folders, **how) as checkpointer:
+        with pytest.warns(gshard.GShardWarning, match="Step 20 is restored instead"):
+            restored = checkpointer.restore(like=run.state)
+        for step in (22, 24):
+            checkpointer.save(step, restored.state)
+        checkpointer.wait()
+        assert {x.name for x in (folders["local"] / "process-0").glob("[0-9]*")} == {"24"}
+        with pytest.warns(gshard.GShardWarning, match="the damaged step 40 is now"):
+            checkpointer.save(40, restored.state)
+    assert checkpointer.all_steps() == [20, 40]
+
+
+def test_only_steps_of_the_directory_need_the_metric_of_the_best(folders):
+    run = Training("os", 2)
+    how = {"every": 10, "local_every": 1, "keep_best": 1, "metric": "accuracy", "mode": "max"}
+    with opened(folders, **how) as checkpointer:
+        checkpointer.save(1, run.state)
+        with pytest.raises(gshard.GShardError, match="needs the number 'accuracy'"):
+            checkpointer.save(10, run.state)
+        checkpointer.save(10, run.state, metadata={"accuracy": 0.5})
+
+
 def rewound(folders):
     """A run with step 20 in the directory and step 24 on the machine, and its `Checkpointer`."""
     run, checkpointer = Training("os", 2), opened(folders, every=20, local_every=2)

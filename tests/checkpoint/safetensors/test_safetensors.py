@@ -488,6 +488,26 @@ def test_a_state_without_values(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
+def test_weights_that_the_state_lacks_are_left_out_by_only(tmp_path):
+    """As of a backbone, from a file that has another head."""
+    file, mesh = tmp_path / "x", gshard.make_mesh()
+
+    def sharded(**params):
+        return gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "os", min_shard_size=0)[0]
+
+    ones, zeros = np.ones((8, 3), np.float32), np.zeros((8, 3), np.float32)
+    gshard.save_safetensors(sharded(body={"w": ones}, head={"w": ones}), file)
+    with pytest.raises(gshard.GShardError, match=r"Not in the state: head.w.* with only="):
+        gshard.load_safetensors(sharded(body={"w": zeros}), file)
+    with pytest.raises(gshard.GShardError, match=r"Not in the state: head.w"):
+        gshard.load_safetensors(sharded(body={"w": zeros}), file, only="w")
+    found = gshard.load_safetensors(sharded(body={"w": zeros}), file, only="^body/")
+    np.testing.assert_array_equal(gshard.full_params(found)["body"]["w"], ones)
+    with pytest.raises(gshard.GShardError, match=r"left out by ignored= of the NameMap"):
+        names = gshard.NameMap({"body/w": "body.w"})
+        gshard.load_safetensors(sharded(body={"w": zeros}), file, name_map=names)
+
+
 F4 = np.ones((2, 3), np.float32)
 GOOD = raw([("w.kernel", "F32", F4)])
 BAD_FILES = {

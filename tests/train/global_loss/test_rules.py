@@ -99,7 +99,10 @@ def test_numbers_are_folded_into_keys_of_unsafe_rbg_together():
         fold = lambda n: jax.random.fold_in(jax.random.key(3, impl="unsafe_rbg"), n)  # noqa: E731
         return jax.random.key_data(jax.vmap(fold)(numbers))
 
-    check(draw, [np.arange(12, dtype=np.uint32)], [placements("0")], 3)
+    data = np.arange(12, dtype=np.uint32)
+    placed = Placed(draw, [data], 3)  # `check` maps over the parts, which draws for all of them
+    placed.held([data], placements("0"))
+    assert [x.operation for x in placed.transfers] == ["random_fold_in"]
 
 
 # ---- nothing is left out ------------------------------------------------------------------------
