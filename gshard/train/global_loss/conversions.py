@@ -144,7 +144,9 @@ class Conversions:
         else:
             arrays = [self.convert(x, REPLICATED, eqn) for x in values]
         with in_scope(eqn, "loss"):
-            (value.array,) = bind(eqn, arrays)
+            results = bind(eqn, arrays)
+        for x, array in zip(value.made_together or [value], results, strict=True):
+            x.array = array
 
     def _complete(self, value: Value, eqn: Any) -> Any:
         """Makes a value replicated: sums it over the devices, or all-gathers it."""
@@ -194,7 +196,10 @@ class Conversions:
         elif acts_by_entry(eqn):
             operands = [self._entry_placement(x, shape, placement) for x in values]
             pairs = zip(values, operands, strict=True)
-            return bind(eqn, [self.convert(x, place, eqn) for x, place in pairs])[0]
+            results = bind(eqn, [self.convert(x, place, eqn) for x, place in pairs])
+            for x, part in zip(value.made_together, results, strict=True):
+                x.converted[placement] = part
+            return value.converted[placement]
         return partition.part_of(jnp.asarray(self.convert(value, REPLICATED, eqn)), placement)
 
     def _entry_placement(self, x: Value, shape: Sequence[int], placement: Placement) -> Placement:

@@ -155,10 +155,13 @@ class GlobalEvaluator(Conversions):
             return [Value(REPLICATED, v.aval, source=source, summed=x) for v, x in results]
         is_statistic = any(x.statistic for x in values)
         if _is_from_nothing(eqn, values, decision):
-            aval, source = eqn.outvars[0].aval, (eqn, values)
-            put_off = Value(REPLICATED, aval, None, source, depends, positions)
-            put_off.statistic = is_statistic
-            return [put_off]
+            put_off = [
+                Value(REPLICATED, v.aval, None, (eqn, values), depends, positions)
+                for v in eqn.outvars
+            ]
+            for x in put_off:
+                x.statistic, x.made_together = is_statistic, put_off
+            return put_off
         if decision.largest is not None and self._puts_off_extremes:
             (own,) = bind(eqn, [self.convert(values[0], decision.operands[0], eqn)])
             return [self._extreme(eqn, values, own, decision.largest)]
@@ -257,7 +260,7 @@ def _number(x: Any) -> Any:
 
 def _is_from_nothing(eqn: Any, values: Sequence[Value], decision: Decision) -> bool:
     """Whether an equation is put off until a part of its result is needed."""
-    if decision.run is not None or list(decision.results) != [REPLICATED]:
+    if decision.run is not None or {*decision.results} != {REPLICATED}:
         return False
     name = eqn.primitive.name
     if any(x.placement != REPLICATED for x in values):

@@ -24,6 +24,7 @@ class Value:
       quotient: numerator and denominator, of a scalar that is not divided yet.
       extreme: the maximum or minimum of this part, and whether it is a maximum.
       summed: what the loss itself sums over the devices.
+      made_together: the results of the equation, of one that is put off.
       statistic: whether it is one of this micro-batch, of which gshard takes the largest.
     """
 
@@ -36,5 +37,6 @@ class Value:
     quotient: tuple[Value, Value] | None = None
     extreme: tuple[Any, bool] | None = None
     summed: Value | None = None
+    made_together: list[Value] = field(default_factory=list, repr=False)
     statistic: bool = False
     converted: dict[Placement, Any] = field(default_factory=dict)

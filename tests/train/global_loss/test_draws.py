@@ -8,9 +8,12 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.extend.random import threefry2x32_p
 
+import gshard
+from gshard._util.jaxpr import all_equations
 from gshard.train.global_loss.draws import _product, random_bits_part
 from gshard.train.global_loss.placement import Partition, sharded
 from tests.train.global_loss.placed import Placed, check, numbers, placements, split
@@ -93,3 +96,20 @@ def test_positions_beyond_32_bits(dim, outer):
     one, two = (jnp.full(position.shape, word) for word in WORDS)
     wanted = np.bitwise_xor(*threefry2x32_p.bind(one, two, jnp.asarray(high), jnp.asarray(low)))
     np.testing.assert_array_equal(found, wanted)
+
+
+def test_with_a_sequence_axis_a_device_draws_its_own_bits_alone():
+    """The bits are those of a part after the evaluation over the one axis and over the other."""
+    params, x = {"w": jnp.ones((4, 4))}, np.ones((8, 64, 4), np.float32)
+
+    def loss(p, x):
+        kept = jax.random.bernoulli(jax.random.key(3), 0.5, x.shape)
+        return jnp.where(kept, x @ p["w"], 0).mean()
+
+    mesh = gshard.make_mesh(sequence=2)
+    state, plan = gshard.shard_train_state((params, optax.sgd(0.1)), mesh, "os", min_shard_size=0)
+    value_and_grad, batch = gshard.value_and_grad(loss, plan), gshard.shard_batch(x, plan)
+    traced = jax.make_jaxpr(value_and_grad)(state.params, batch)
+    drawn = [e for e in all_equations(traced.jaxpr) if e.primitive is threefry2x32_p]
+    assert [v.aval.shape for e in drawn for v in e.outvars] == [(2, 32, 4)] * 2
+    assert float(value_and_grad(state.params, batch)[0]) == pytest.approx(float(loss(params, x)))
