@@ -78,11 +78,11 @@ class BackgroundSave:
     def give_up(self) -> None:
         """Ends the thread without a commit, because this process failed or another one."""
         global _uncommitted
-        if _uncommitted is self.draft:
-            _uncommitted = None  # nobody commits it any more
         self._given_up.set()
         if self._thread.ident is not None:
             self.join()
+        if _uncommitted is self.draft:
+            _uncommitted = None  # nobody commits it any more
         _failed.pop(self._given_up, None)
 
     def is_done(self) -> bool:

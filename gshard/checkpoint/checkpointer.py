@@ -17,6 +17,7 @@ from gshard._util import events
 from gshard._util.activity import spending
 from gshard._util.arguments import named_arguments
 from gshard._util.errors import CallOrderError, GShardError, warn
+from gshard._util.pytree import flatten
 from gshard._util.tracebacks import short_traceback
 from gshard._util.validation import check_integer, flag, shown
 from gshard.checkpoint.arrays import arrays_of, refuse_waiting, state_and_plan
@@ -340,7 +341,7 @@ class Checkpointer:
             call = f"delete(step={shown(step)})"
             self._writer.delete(run_on_all(prepare, call=call, what=lambda: call))
             if self._local is not None:
-                self._local.directory_lost(max(steps_everywhere(self._store), default=-1))
+                self._local.directory_lost(self._newest_undamaged())
 
     @overload
     def restore(
@@ -431,21 +432,27 @@ class Checkpointer:
                     self._local.forget(lambda own: own > found.step)
                 else:
                     self._local.abandon(found.step)
-            undamaged = {*steps_everywhere(self._store)} - self._writer.damaged
+            newest = self._newest_undamaged()
             if self._local is not None:
-                self._local.after = max(undamaged, default=-1)
+                self._local.after = newest
             if self._local is not None and found.source == str(self._local.store):
                 self._local.has_restored(found.step, found.metadata, found.data_state)
                 self._local.count_skipped(plan.kind.split(found.state).opt_state.guard.skipped)
             else:
                 self._elsewhere = None  # training goes on from what the directory has
-                if found.step == max(undamaged, default=None):
+                if found.step == newest:
                     self._writer.has_restored(found.step, found.metadata, found.data_state)
-                    self._writer.remember(arrays_of(found.state, plan)[0])
+                    paths, arrays, _ = flatten(plan.kind.split(found.state))
+                    pairs = zip(paths, arrays, strict=True)
+                    self._writer.remember({p: x for p, x in pairs if isinstance(x, jax.Array)})
             self._rhythm.start_again()
             late_checks(plan).forget()
             events.restored(found.step, time.monotonic() - began)
             return found
+
+    def _newest_undamaged(self) -> int:
+        """The newest step of the directory that is not known to be damaged, or -1."""
+        return max({*steps_everywhere(self._store)} - self._writer.damaged, default=-1)
 
     @short_traceback
     def close(self) -> None:

@@ -92,7 +92,7 @@ def restore(
         i, number, damaged = find_undamaged(sources, asked)
         for tier, bad in zip(tiers, damaged, strict=True):
             tier.writer.damaged |= bad
-            if only is None:
+            if only is None or tier.writer.last_step in bad:
                 tier.writer.last_step = None  # its number may be reached with another state
         store = sources[i].store
         gone = f"step {number} was deleted from {store} while it was read."

@@ -114,7 +114,8 @@ def put_batch(batch: Any, plan: Plan, copy: bool = True) -> Any:
             x = np.array(x) if copy and isinstance(x, np.ndarray) else x
             return jax.device_put(x, sharded)
         if isinstance(x, (int, float, complex)):
-            return _placed_number(sharded)(x)
+            with jax.transfer_guard("allow"), jax.disable_jit(False):
+                return _placed_number(sharded)(x)
         x = np.array(x) if copy else np.asarray(x)
         if not x.ndim:
             return jax.make_array_from_callback((), sharded, lambda _: x)

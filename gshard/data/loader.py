@@ -414,7 +414,7 @@ def global_batches(batches: Iterable[Any], plan: Plan) -> Iterator[Any]:
     """
     check_plan(plan, "global_batches(batches, plan)")
     is_one = isinstance(batches, (str, bytes, Mapping))
-    is_one |= hasattr(batches, "iloc") or hasattr(batches, "dtype")  # a table, or an array
+    is_one |= hasattr(batches, "iloc") or hasattr(batches, "__array__")  # a table, or an array
     if isinstance(batches, tuple) and batches:  # of inputs and targets
         is_one = all(hasattr(x, "shape") for x in batches)
     if is_one or not isinstance(batches, Iterable):

@@ -202,11 +202,12 @@ def gpus_of_task() -> list[int] | None:
 
     They are shared as by the launcher, unless the process sees its own alone. JAX would take the
     one with the process's number on its machine: one of many for a single process, and none that is
-    there if each sees its own. Returns their numbers from 0; None leaves it to JAX, and also the
-    processes of gshard's launcher with those that it gave them.
+    there if each sees its own. Returns their numbers from 0; None where JAX chooses, or where
+    gshard's launcher has shared them.
     """
-    place, is_done = _place_on_machine(), {LOCAL_PROCESS_ID, "JAX_LOCAL_DEVICE_IDS"}
-    if place is None or is_done & {*os.environ} or not (gpus := visible_gpus()):
+    place = _place_on_machine()
+    is_done = LOCAL_PROCESS_ID in os.environ or os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    if place is None or is_done or not (gpus := visible_gpus()):
         return None
     number, processes = place
     per_task = os.environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # such as "h100:2"

@@ -272,6 +272,8 @@ def _join_detected(
         _initialize(coordinator_bind_address=bind_address, **options)
         _watch(Watchdog(None, hang_timeout))  # no rendezvous tells where process 0 serves
     except Exception as error:
+        if isinstance(error, GShardError) and not isinstance(error, CallOrderError):
+            raise  # of the GPUs; it says what to do
         if "coordinator_address" not in str(error):
             said = error if isinstance(error, GShardError) else f"{type(error).__name__}: {error}"
             why = f"JAX has detected a cluster, and joining its processes failed ({said})."
@@ -295,14 +297,17 @@ def _watch(watchdog: Watchdog) -> None:
 
 def _initialize(**arguments: Any) -> None:
     before = os.environ.get("grpc_proxy")
-    os.environ["grpc_proxy"] = ""  # gRPC would ask a web proxy for the coordinator, and hang
+    has_proxy = any(os.environ.get(f"{name}_proxy") for name in ("grpc", "https", "http"))
+    if has_proxy:  # gRPC would ask it for the coordinator, and hang; JAX warns of mere names
+        os.environ["grpc_proxy"] = ""
     try:
         jax.distributed.initialize(local_device_ids=env_vars.gpus_of_task(), **arguments)
     except RuntimeError as error:
         fix = f" {_NEED}" if "must be called before" in str(error) else ""
         raise CallOrderError(f"initialize could not start: {error}{fix}") from error
     finally:
-        del os.environ["grpc_proxy"]
+        if has_proxy:
+            del os.environ["grpc_proxy"]
         if before is not None:
             os.environ["grpc_proxy"] = before
     count_sigusr1_as_sigterm()

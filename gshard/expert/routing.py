@@ -117,7 +117,8 @@ def route(
     _, indices = jax.lax.top_k(chosen_by, k)
     chosen = jax.nn.one_hot(indices, experts, dtype=jnp.float32)  # (G, T, K, E)
     weights = jnp.sum(chosen * scores[..., None, :], -1)
-    if k > 1 if normalize is None else normalize:
+    divides = k > 1 if normalize is None else normalize
+    if divides:
         weights = weights / jnp.maximum(jnp.sum(weights, -1, keepdims=True), 1e-20)
     goes = jnp.sum(chosen, 2).astype(jnp.int32)  # (G, T, E), 0 or 1
     before = jnp.cumsum(goes, 1) - goes

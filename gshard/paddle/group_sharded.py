@@ -141,7 +141,6 @@ def group_sharded_parallel(
     buffers = nnx.state(module, nnx.Not(nnx.Any(pair[1].wrt, nnx.RngState)))
     if sync_buffers and not jax.tree.leaves(buffers):
         useless.append("sync_buffers for a model without buffers")
-        sync_buffers = False
     if useless:
         warn(f"{call}: these have no effect: {'; '.join(useless)}. Leave them out.")
     options = ShardingOptions(

@@ -55,7 +55,8 @@ class ParamGroup(MutableMapping[str, Any]):
         self._factory, self._params = factory, params
         self.tree: Any = tree
         # Without an address, since processes compare it.
-        self.name: str = getattr(without_partial(factory), "__name__", type(factory).__name__)
+        function = without_partial(factory)
+        self.name: str = getattr(function, "__name__", type(function).__name__)
         known, takes_any = _signature(factory, self.name)
         given = {k: x for of in (defaults, own) for k, x in _renamed(of, known, takes_any).items()}
         self._own = {_MAXIMIZE} - set(known)  # what the factory is not given

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from gshard._util.errors import GShardError, warn
+from gshard._util.errors import GShardError
 from gshard._util.pytree import flatten, same_leaves
 from gshard._util.validation import shown
 from gshard.data.batch import check_examples, check_leaves
@@ -297,11 +297,6 @@ class GradientStage:
             elif one.is_global:
                 updates = total.updates
             else:
-                if options.sync_buffers and not jax.tree.leaves(total.updates):
-                    warn(
-                        f"sync_buffers=True changes nothing: {self.name} returns no new state. "
-                        "Leave it out, or name the state that the loss changes with mutable=."
-                    )
                 updates = mean_over_devices(total.updates, group, options.sync_buffers)
             return result, {**updates, **max_over_devices(total.overwritten, group)}
 

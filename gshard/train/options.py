@@ -175,6 +175,11 @@ def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:
             "what the loss returns as new state is that of the whole batch, on every device. Leave "
             "it out, or pass loss_semantics='per_device'."
         )
+    elif options.sync_buffers and not options.mutable and "model" not in plan.kind.arguments:
+        warn(
+            "sync_buffers=True changes nothing: the loss returns no new state. Leave it out, or "
+            "name the state that the loss changes with mutable=."
+        )
     alone = options.loss_semantics == "per_device" and plan.group.sequence == 1
     if options.gather_limit is not None and alone:
         warn(

@@ -214,7 +214,8 @@ def treats_nonfinite(opt_state: Any) -> bool:
 def untreated(opt_state: Any, parameters: int) -> str:
     """Says which of this number of parameters get non-finite gradients that are treated in others.
 
-    A group of `optax.partition` without a state (frozen, or of plain SGD) is not among them.
+    A group of `optax.partition` without a state (frozen, or of plain SGD) is not among them. Of
+    masks nothing is said if one has no state, as where the other parameters are frozen.
     """
 
     def stops(x: Any) -> bool:
@@ -225,7 +226,7 @@ def untreated(opt_state: Any, parameters: int) -> str:
         len(jax.tree.leaves(x.found_nan)) if isinstance(x, optax.ZeroNansState) else parameters
         for x in filter(_treats, outer)
     ]
-    if parameters in treated:
+    if parameters in treated or sum(treated) >= parameters:
         return ""
     groups = [x.inner_states.items() for x in outer if isinstance(x, optax.PartitionState)]
     names = [
@@ -235,9 +236,14 @@ def untreated(opt_state: Any, parameters: int) -> str:
     ]
     if names:
         return f"in some groups of optax.partition, and not in {some(names)}"
-    if treated:
+    masks = jax.tree.leaves(opt_state, is_leaf=_is_masked)
+    if treated and not any(_is_masked(x) and not jax.tree.leaves(x) for x in masks):
         return f"for {max(treated)} of {parameters} parameters (optax.masked), not for the others"
     return ""
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedState)
 
 
 def _treats(x: Any) -> bool:

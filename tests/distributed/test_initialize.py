@@ -61,6 +61,8 @@ def meet(folder: Path, environments: list[dict[str, str]]) -> None:
     environments = [gpus | environment for environment in environments]
     ended = run_together(folder, [["-c", MEET]] * 2, environments, limit=100)
     assert_all_well(ended)
+    if not any("http_proxy" in environment for environment in environments):
+        assert "proxy" not in "".join(end.said for end in ended)  # JAX warns where one is set
     seen = [end.said.split("SEEN ")[1].split()[:4] for end in ended]
     assert [tuple(map(int, words[:2])) for words in seen] == [(0, 2), (1, 2)]
     assert [end.said.split("GPUS ")[1].split()[0] for end in ended] == ["0,1", "2,3"]

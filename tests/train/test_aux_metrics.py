@@ -357,6 +357,11 @@ def named(b):
     }
 
 
+def kept(b):
+    """Maxima are put off where micro-batches are those of one batch."""
+    return {"max": Reduced(b["x"].max(), "max"), "any": Reduced((b["x"] > 2).any(), "any")}
+
+
 BY = {"share": np.mean, "count": np.mean, "top": np.mean, "highest": np.max}
 
 
@@ -388,6 +393,20 @@ def test_outputs_are_reduced_over_parts_as_they_say(over):
     for name, x in found.items():
         wanted = BY.get(name, np.sum)([np.float64(e[name].value) for e in each])
         np.testing.assert_allclose(np.float64(x), wanted, rtol=1e-5, err_msg=name)
+
+
+def test_maxima_over_calls_of_several_micro_batches():
+    state, plan = divided()
+    given = [rows(seed) for seed in range(2)]
+    call = gshard.value_and_grad(
+        lambda p, b: (((b["x"] @ p["w"]) ** 2).mean(), kept(b)),
+        plan,
+        **{"sync": False, "has_aux": True, "micro_batches": 2},
+    )
+    sums = jax.jit(lambda p, given: sum(call(p, b)[1] for b in given))(state.params, given)
+    found = jax.jit(lambda x: gshard.reduce_gradients(x, plan)[0][1])(sums)
+    for name, x in kept(joined(given)).items():
+        np.testing.assert_array_equal(found[name], x.value)
 
 
 def test_a_boolean_of_several_micro_batches_is_said_to_be_the_last_ones():

@@ -558,6 +558,11 @@ def test_parameters_that_nothing_protects_from_nan_are_named():
         said = warned(optax.chain(some, optax.adam(0.1)))
         assert ("for 1 of 2 parameters (optax.masked), not for the others" in said) != b, said
         assert not warned(optax.chain(optax.zero_nans(), some, optax.adam(0.1)))
+    first, second = ({"a": a, "b": not a} for a in (True, False))
+    guarded = optax.masked(optax.chain(optax.zero_nans(), optax.adam(0.1)), first)
+    assert "for 1 of 2" in warned(optax.chain(guarded, optax.masked(optax.adam(0.1), second)))
+    assert not warned(optax.chain(guarded, optax.masked(optax.set_to_zero(), second)))
+    assert not warned(optax.chain(guarded, optax.masked(optax.zero_nans(), second)))
 
 
 def test_flax_serializes_a_sharded_state():

@@ -131,11 +131,13 @@ class LocalTier(StepWriter):
         number, arrays = contents.step, contents.info.arrays
         newest = max(self.steps | {self.after})
         if number <= newest and number != self._own:
-            where = self.store if newest in self.steps else self.store.run
+            is_local = newest in self.steps
+            where = self.store if is_local else self.store.run
+            more = "" if is_local else "; or delete the newer steps: checkpointer.delete(step)"
             raise GShardError(
                 f"save: step {number} is not after the newest one, {newest}, in {where}. Restore "
-                "that one and continue from it, choose another directory and local folder, or "
-                "delete the newer steps: checkpointer.delete(step)."
+                "that one and continue from it, or choose another directory and local "
+                f"folder{more}."
             )
         if self._infos:
             check_same_run(self._infos, arrays, str(self.store))

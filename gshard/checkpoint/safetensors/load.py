@@ -138,7 +138,8 @@ def load_safetensors(
         if names is not None:
             found = _needed(found, every, names)
         found = {name: x for name, x in found.items() if name in mine or name not in every}
-        if only is not None and names is None:  # of what the state lacks too, as in `restore`
+        if only is not None and names is None and mine <= found.keys():
+            # Also of what the state lacks, as in `restore`.
             paths = {name: name.replace(".", "/") for name in found}
             found = {k: x for k, x in found.items() if k in mine or matches(paths[k], only, _CALL)}
         _check_fit(found, wanted, pieces, file, convert, names)

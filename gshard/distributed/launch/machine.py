@@ -82,7 +82,11 @@ def run_start(
     elif orders.end:
         say(f"gshard: the processes of this machine were ended: {orders.end}")
     elif orders.stop and not signals and any(end.asked for end in outcome.ends):
-        say(outcome.summary[1])  # that some did not stop, so that work is lost
+        late = [end.rank for end in outcome.ends if end.asked]
+        say(
+            f"gshard: ranks {late} had not stopped and were killed. Scripts stop cleanly with "
+            "gshard.distributed.until_preempted"
+        )
     return outcome, Report.of(outcome, leaves=bool(signals))
 
 

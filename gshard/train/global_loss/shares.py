@@ -333,9 +333,11 @@ def _form(evaluator: GlobalEvaluator, x: Any, batch: int | None = None, call: An
     value, by = (x.value, x.by) if isinstance(x, Reduced) else (x, "mean")
     weight = call if batch is None else batch
     named = isinstance(x, Reduced) and weight is not None
-    if value.extreme is not None and not named:
+    if value.extreme is not None:
         own, largest = value.extreme
-        return Reduced(own, "max" if largest else "min")
+        kept = "max" if largest else "min"
+        if not named or by in (kept, "any" if largest else "all"):
+            return Reduced(own, kept)
     if value.quotient is not None and batch is None and (not named or by == "mean"):
         return _form(evaluator, Weighted(*value.quotient))
     if named and by not in ("sum", "mean"):
