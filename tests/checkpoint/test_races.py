@@ -247,6 +247,16 @@ def test_at_the_end_of_the_script_files_are_awaited_while_others_work(
             saving._all_files_written()
 
 
+def test_nobody_waits_at_the_exit_for_the_commit_of_a_save_that_was_given_up(tmp_path):
+    """As another process than the first, whose files are written; in a store they stay for now."""
+    saving = BackgroundSave(DiskDraft(tmp_path, 1), 1, 2, lambda: None, lambda: None)
+    saving.start()
+    saving.wait_for_commit()
+    assert background_save._uncommitted is saving.draft
+    saving.give_up()
+    assert background_save._uncommitted is None
+
+
 def test_who_forgets_to_close_does_not_lock_himself_out(state, tmp_path):
     for step in (1, 2, 3):
         checkpointer = gshard.Checkpointer(tmp_path)
