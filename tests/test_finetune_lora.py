@@ -82,7 +82,7 @@ def test_the_merged_model_is_the_base_with_adapters(tmp_path, monkeypatch, capsy
     model = model.clone(dtype=np.float32)
     tokens = np.random.default_rng(0).integers(0, 256, (2, 33)).astype(np.int32)
     params = finetune_lora.init(model, seed=7)
-    state, _ = finetune_lora.shard(params, optax.identity(), level)
+    state, _ = finetune_lora.shard((params, optax.identity()), level)
     state = gshard.load_safetensors(
         state, tmp_path / "base", name_map="llama", only=finetune_lora.BASE
     )
