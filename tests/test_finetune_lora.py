@@ -91,7 +91,7 @@ def test_the_merged_model_is_the_base_with_adapters(tmp_path, monkeypatch, capsy
         state, tmp_path / "adapters.safetensors", only=finetune_lora.ADAPTERS
     )
     with_adapters = finetune_lora.apply(model, gshard.full_params(state), tokens)
-    plain, _ = finetune_lora.shard(finetune_lora.merge(params), optax.identity(), level)
+    plain, _ = finetune_lora.shard((finetune_lora.merge(params), optax.identity()), level)
     plain = gshard.load_safetensors(plain, tmp_path / "merged", name_map="llama")
     without = model.apply({"params": gshard.full_params(plain)}, tokens)
     assert np.abs(before - with_adapters).max() > 0.1
