@@ -134,9 +134,10 @@ def _patterns(only: Any, call: str) -> list[re.Pattern[str]]:
     return [pattern(text, f"{call}: only=") for text in texts]
 
 
-def matches(weight: str, only: Any, call: str) -> bool:
-    """Whether the path of a weight contains a match of one of the patterns `only`."""
-    return any(x.search(weight) for x in _patterns(only, call))
+def chooser(only: Any, call: str) -> Callable[[str], bool]:
+    """A function: whether the path of a weight contains a match of one of the patterns `only`."""
+    patterns = _patterns(only, call)
+    return lambda weight: any(x.search(weight) for x in patterns)
 
 
 def warn_of_choice(plan: Plan, only: Any, call: str) -> None:
@@ -145,18 +146,14 @@ def warn_of_choice(plan: Plan, only: Any, call: str) -> None:
     Averages of the parameters have their names and shapes, in a field of their own. If they are
     left out, they are those of other parameters from now on.
     """
-    patterns = _patterns(only, call)
     params, fields = dict[str, tuple[int, ...]](), dict[str, tuple[int, ...]]()
     for path, layout in layouts_of(plan).items():
         if (weight := weight_at(path)) is not None:
             is_field = path.startswith(FIELDS) and not path.startswith(FIELDS_OF_PARAMETERS)
             (fields if is_field else params)[weight] = layout.shape
-    texts = [x.pattern for x in patterns]
+    texts = [x.pattern for x in _patterns(only, call)]
     warn_of_cut_numbers(f"{call}: only", texts, [*params, *fields])
-
-    def is_chosen(weight: str) -> bool:
-        return any(x.search(weight) for x in patterns)
-
+    is_chosen = chooser(only, call)
     left: list[str] = []
     below = _subtrees(fields)
     for prefix, own in _subtrees(params).items():
@@ -201,14 +198,14 @@ def parts_to_restore(
             "Pass a state with values."
         )
     weights = {x.layout.path: x for x in weights_of(components, plan, "restore")}
-    own, patterns = chosen(weights, only, "restore"), _patterns(only, "restore")
+    own, fits = chosen(weights, only, "restore"), chooser(only, "restore")
 
     def is_chosen(path: str) -> bool:
         weight = weight_at(path)
         if weight is None or weight in own:
             return weight is not None
         # What the state lacks is an error later on, but for generators of random numbers.
-        return not _is_random(path, stored) and any(x.search(weight) for x in patterns)
+        return not _is_random(path, stored) and fits(weight)
 
     paths, arrays, _ = flatten(components)
     kept = {p: x for p, x in zip(paths, arrays, strict=True) if weight_at(p) not in own}

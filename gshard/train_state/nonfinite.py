@@ -226,7 +226,7 @@ def untreated(opt_state: Any, parameters: int) -> str:
         len(jax.tree.leaves(x.found_nan)) if isinstance(x, optax.ZeroNansState) else parameters
         for x in filter(_treats, outer)
     ]
-    if parameters in treated or sum(treated) >= parameters:
+    if sum(treated) >= parameters:
         return ""
     groups = [x.inner_states.items() for x in outer if isinstance(x, optax.PartitionState)]
     names = [

@@ -211,8 +211,9 @@ def test_open_files_that_do_not_suffice_for_the_port_are_said(site, monkeypatch)
     assert "cannot reserve a port for process 0: Too many open files." in site.machines[0].error
 
 
-def test_machines_that_come_are_taken_up_in_order(site, capsys):
-    words = ("--join_timeout", 1, "--join_every", 0.01)
+def said_where_a_machine_comes(site, capsys, *options) -> str:
+    """The processes of two machines are stopped for a third, and all three take part."""
+    words = ("--join_timeout", 1, "--join_every", 0.01, *options)
     site.machine(*words)
     site.machine(*words)
     site.until_start(0, 2)
@@ -220,7 +221,11 @@ def test_machines_that_come_are_taken_up_in_order(site, capsys):
     site.until_start(1, 3)
     site.go()
     assert [machine.end() for machine in site.machines] == [0, 0, 0]
-    said = capsys.readouterr().err
+    return capsys.readouterr().err
+
+
+def test_machines_that_come_are_taken_up_in_order(site, capsys):
+    said = said_where_a_machine_comes(site, capsys)
     assert "other machines have come: stopping all processes cleanly" in said
     assert "starting all processes again in" not in said, "it is no failure"
 
@@ -231,15 +236,8 @@ def test_processes_that_do_not_stop_for_a_machine_that_comes_are_named(site, cap
     script.write_text(
         script.read_text().replace("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", deaf)
     )
-    words = ("--join_timeout", 1, "--join_every", 0.01, "--grace", 1)
-    site.machine(*words)
-    site.machine(*words)
-    site.until_start(0, 2)
-    site.machine(*words)
-    site.until_start(1, 3)
-    site.go()
-    assert [machine.end() for machine in site.machines] == [0, 0, 0]
-    assert re.search(r"ranks \[\d] had not stopped and were killed", capsys.readouterr().err)
+    said = said_where_a_machine_comes(site, capsys, "--grace", 1)
+    assert re.search(r"ranks \[\d] had not stopped and were killed", said)
 
 
 def test_a_machine_that_comes_takes_part_after_the_next_failure(site, capsys):

@@ -38,8 +38,8 @@ from gshard.checkpoint.safetensors.tensors import (
 from gshard.checkpoint.step_files import store_errors_explained
 from gshard.checkpoint.weights import (
     Weight,
+    chooser,
     chosen,
-    matches,
     named,
     replace_weights,
     warn_of_choice,
@@ -140,8 +140,8 @@ def load_safetensors(
         found = {name: x for name, x in found.items() if name in mine or name not in every}
         if only is not None and names is None and mine <= found.keys():
             # Also of what the state lacks, as in `restore`.
-            paths = {name: name.replace(".", "/") for name in found}
-            found = {k: x for k, x in found.items() if k in mine or matches(paths[k], only, _CALL)}
+            fits = chooser(only, _CALL)
+            found = {k: x for k, x in found.items() if k in mine or fits(k.replace(".", "/"))}
         _check_fit(found, wanted, pieces, file, convert, names)
 
         def make(name: str, layout: Layout, old: Any) -> Any:
