@@ -916,7 +916,7 @@ def test_a_padded_or_offloaded_model_inside_a_transform_says_what_to_take():
         batch = rows(5 * devices, 0)
         assert np.asarray(model(batch["x"])).shape == (5 * devices, 7)
         for act in (nnx.jit(loss_fn), nnx.value_and_grad(loss_fn)):
-            with pytest.raises(gshard.GShardError, match=f"as stored, {how}"):
+            with pytest.raises(gshard.GShardError, match=f"in stored form, {how}"):
                 act(model, batch)
     even, batch = wrap("p_g_os", **groups(4))[0], rows(16, 0)
     wanted = loss_fn(Net(), batch)
