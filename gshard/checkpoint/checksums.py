@@ -131,15 +131,11 @@ def read_combined_manifest(step: StepFiles) -> Listed:
     The segments of data states are in it too, so that they can be compared without being read.
 
     Raises:
-      DamagedFileError: it, or a manifest that it needs, is damaged.
+      DamagedFileError: it is damaged.
     """
     listed = read_manifest(step, MANIFEST, None)
-    manifests = [name for name in listed if is_in(PROCESS_MANIFESTS, name)]
-    if not manifests:  # another manifest in its place
+    if not any(is_in(PROCESS_MANIFESTS, name) for name in listed):  # another one in its place
         raise DamagedFileError(Damage(MANIFEST, DIFFERS))
-    if None not in listed.values():  # an earlier gshard wrote it, without these names
-        for name in manifests:
-            listed |= read_manifest(step, name, listed[name])
     return listed
 
 

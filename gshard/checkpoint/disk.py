@@ -38,9 +38,9 @@ from gshard.checkpoint.step_info import DAMAGED, DATA, DESCRIPTION, STEP, WRITTE
 from gshard.checkpoint.store import Wanted, Wants
 
 SAVING, DELETED = ".saving", ".deleted"
-# Of drafts with the token of their save; earlier versions wrote no token, or a number.
+# Drafts have the token of their save.
 _DEBRIS = re.compile(
-    rf"({STEP.pattern})((\.([0-9a-f]{{8}}-)?\d+)?{re.escape(SAVING)}|{re.escape(DELETED)})"
+    rf"({STEP.pattern})(\.[0-9a-f]{{8}}-\d+{re.escape(SAVING)}|{re.escape(DELETED)})"
 )
 
 

@@ -124,7 +124,7 @@ class StepInfo:
             table["made_by"],
             table["metadata"],
             table["processes"],
-            table.get("optimizer"),  # earlier steps have none
+            table["optimizer"],
         )
         info._check_types()
         return info
