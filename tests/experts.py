@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,7 @@ def dispatched(p: Any, h: jax.Array, factor: float = 1.25) -> jax.Array:
     return gshard.expert.combine(y, routing)
 
 
-def dropless(p: Any, h: jax.Array) -> jax.Array:
+def dropless(p: Any, h: jax.Array, by: Any = "gather") -> jax.Array:
     """Every token goes to its experts, as rows that are sorted by expert."""
 
     def experts(p: Any, rows: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -85,7 +86,7 @@ def dropless(p: Any, h: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(inner, p["down"], sizes)
 
     routing = gshard.expert.route(h @ p["router"], K, capacity_factor=None)
-    return gshard.expert.dropless(experts, p["experts"], h, routing)
+    return gshard.expert.dropless(experts, p["experts"], h, routing, by=by)
 
 
 MODELS = {
@@ -93,6 +94,7 @@ MODELS = {
     "one-hot": one_hot,
     "gshard.expert": dispatched,
     "dropless": dropless,
+    "dropless, sent": functools.partial(dropless, by="all_to_all"),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gshard._util.errors import GShardError, place_of, some, warn
+from gshard._util.errors import GShardError, did_you_mean, place_of, some, warn
 
 
 def shown(value: Any) -> str:
@@ -158,3 +158,11 @@ def names_of(argument: str, value: Any, what: str = "a name") -> tuple[str, ...]
     if not all(isinstance(name, str) for name in names):
         raise GShardError(f"{argument}={shown(value)} must be {what}, or several.")
     return names
+
+
+def check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    """Refuses a word that is none of those known."""
+    if value not in known:
+        words = " or ".join(repr(x) for x in known)
+        hint = did_you_mean(value, [x for x in known if x])
+        raise GShardError(f"{name}={shown(value)} is unknown: pass {words}.{hint}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,29 @@ import numpy as np
 from gshard._util.errors import GShardError
 from gshard._util.named_calls import call_by_name
 from gshard._util.pytree import flatten, subscript
-from gshard._util.validation import shown
+from gshard._util.validation import check_choice, shown
 from gshard.expert.routing import Routing, check_tokens
+
+By = Literal["gather", "all_to_all"]
+
+
+class Exchange(Protocol):
+    """What `dropless` uses of `gshard.train.comm.ragged.RowExchange`, which describes it."""
+
+    parts: int
+
+    @property
+    def index(self) -> jax.Array:
+        """Of this device on the axis."""
+        ...
+
+    def of_all(self, x: jax.Array) -> jax.Array:
+        """Returns what each device has, along a new dimension 0."""
+        ...
+
+    def send(self, rows: jax.Array, sizes: jax.Array, length: int) -> jax.Array:
+        """Sends rows to other devices, `sizes[i, j]` of them from device i to device j."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -25,20 +46,52 @@ class Call:
     """A call of `dropless` in a traced loss.
 
     Attributes:
-      fun: as `dropless` takes it.
+      fun, by: as `dropless` takes them.
       structure: the tree of its parameters.
+      exchange: sends rows to the devices of their experts; None where a device has the tokens of
+        all its experts.
     """
 
     fun: Callable[..., Any]
     structure: Any
+    by: By
+    exchange: Exchange | None = None
 
     def __call__(self, arrays: Sequence[Any]) -> jax.Array:
-        """Calls it for the experts and tokens that a device has; `arrays` as in `_add_up`."""
-        return _call(self.fun, self.structure, arrays)
+        """Calls it for the experts and tokens that a device has; `arrays` as in `_add_up`.
+
+        By a name that the evaluation of the loss finds.
+        """
+
+        def call(*arrays: Any) -> jax.Array:
+            return _add_up(self, arrays) if self.exchange is None else _send(self, arrays)
+
+        return call_by_name("gshard.expert.dropless", call, arrays, lambda *_: self)
+
+    def outputs(self, leaves: Sequence[Any], rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Returns what `fun` makes of rows that are sorted by expert, of the shape that it must."""
+        y = self.fun(jax.tree.unflatten(self.structure, leaves), rows, sizes)
+        if not isinstance(y, (jax.Array, np.ndarray)):
+            raise GShardError(
+                f"dropless: fun returned {shown(y)}. Return one array ({len(rows)}, width), a row "
+                "for each row."
+            )
+        y = jnp.asarray(y)
+        if y.ndim != 2 or len(y) != len(rows):
+            raise GShardError(
+                f"dropless: fun returned shape {y.shape} for rows of shape {rows.shape}. Return an "
+                f"array ({len(rows)}, width), a row for each row."
+            )
+        return y
 
 
 def dropless(
-    fun: Callable[[Any, jax.Array, jax.Array], Any], params: Any, x: Any, routing: Routing
+    fun: Callable[[Any, jax.Array, jax.Array], Any],
+    params: Any,
+    x: Any,
+    routing: Routing,
+    *,
+    by: By = "gather",
 ) -> jax.Array:
     """Sends every token to all of its experts, and adds up their outputs.
 
@@ -46,8 +99,8 @@ def dropless(
     are rows of one array, sorted by expert, and `fun` multiplies them by `jax.lax.ragged_dot`. So
     no token is dropped, and no slot is empty.
 
-    Where the parameters are kept on a mesh axis, a device gets the tokens of all devices of that
-    axis by an all-gather, computes those of its own experts, and a reduce-scatter returns the sums.
+    Where the parameters are kept on a mesh axis, `by` says how tokens reach the devices of their
+    experts. It changes no number but by rounding.
 
     Args:
       fun: called as `fun(params, rows, sizes)` with `rows` (R, D) sorted by expert and int32
@@ -59,6 +112,10 @@ def dropless(
       x: (G, T, D), the tokens.
       routing: of these tokens, by `route` with `capacity_factor=None`, or any other in which no
         token has the same expert twice (else the result may be NaN).
+      by: "gather": an all-gather gives each device the tokens of all devices of the axis, and a
+        reduce-scatter returns the sums. "all_to_all": each token is sent to its experts alone and
+        comes back from them, by `jax.lax.ragged_all_to_all`. XLA does not have that on CPU, where
+        the rows are all-gathered instead.
 
     Returns:
       (G, T, D') in the dtype of what `fun` returns: the sum over the experts of each token, by the
@@ -66,7 +123,7 @@ def dropless(
 
     Raises:
       GShardError: an array has another shape, the routing drops tokens, `fun` closes over
-        parameters, or these are kept on another dimension than 0.
+        parameters, these are kept on another dimension than 0, or `by` is none of these.
 
     Example:
       >>> def experts(params, rows, sizes):
@@ -78,6 +135,7 @@ def dropless(
 
     Source: MegaBlocks (Gale et al., 2022), section 4, for rows sorted by expert.
     """
+    check_choice("by", by, get_args(By))
     x = check_tokens(x, routing)
     tokens = x.shape[1]
     if routing.capacity < tokens:
@@ -99,19 +157,10 @@ def dropless(
     if not leaves:
         raise GShardError(f"params={shown(params)} has no array: pass those of the experts.")
     arrays = [*leaves, x, routing.indices, routing.weights, jnp.int32(0)]
-    return _call(fun, structure, arrays)
+    return Call(fun, structure, by)(arrays)
 
 
-def _call(fun: Callable[..., Any], structure: Any, arrays: Sequence[Any]) -> jax.Array:
-    """Calls `_add_up` by a name that the evaluation of the loss finds."""
-
-    def call(*arrays: Any) -> jax.Array:
-        return _add_up(fun, structure, arrays)
-
-    return call_by_name("gshard.expert.dropless", call, arrays, lambda *_: Call(fun, structure))
-
-
-def _add_up(fun: Callable[..., Any], structure: Any, arrays: Sequence[Any]) -> jax.Array:
+def _add_up(call: Call, arrays: Sequence[Any]) -> jax.Array:
     """What some experts add to each token.
 
     `arrays` are their parameters, tokens (G, T, D), indices and weights (G, T, K) of all experts,
@@ -128,18 +177,7 @@ def _add_up(fun: Callable[..., Any], structure: Any, arrays: Sequence[Any]) -> j
     sizes = jnp.bincount(expert, length=experts + 1)[:experts].astype(jnp.int32)
     taken, token = own[order][:, None], order // k
     rows = jnp.where(taken, x.reshape(groups * tokens, -1)[token], 0)
-    y = fun(jax.tree.unflatten(structure, leaves), rows, sizes)
-    if not isinstance(y, (jax.Array, np.ndarray)):
-        raise GShardError(
-            f"dropless: fun returned {shown(y)}. Return one array ({most}, width), a row for each "
-            "row."
-        )
-    y = jnp.asarray(y)
-    if y.ndim != 2 or len(y) != most:
-        raise GShardError(
-            f"dropless: fun returned shape {y.shape} for rows of shape {rows.shape}. Return an "
-            f"array ({most}, width), a row for each row."
-        )
+    y = call.outputs(leaves, rows, sizes)
     weights = weights.reshape(-1)[order].astype(y.dtype)
     y = jnp.where(taken, y, 0) * weights[:, None]
     wide = jnp.promote_types(y.dtype, jnp.float32)
@@ -147,3 +185,34 @@ def _add_up(fun: Callable[..., Any], structure: Any, arrays: Sequence[Any]) -> j
     if k > experts:  # a token with the same expert twice has too few rows
         total = jnp.where(jnp.sum(sizes) > most, jnp.nan, total)
     return total.astype(y.dtype).reshape(groups, tokens, -1)
+
+
+def _send(call: Call, arrays: Sequence[Any]) -> jax.Array:
+    """As `_add_up`, for this device's tokens, which are sent to the devices of their experts."""
+    *leaves, x, indices, weights, _ = arrays
+    exchange: Any = call.exchange
+    experts, parts, (groups, tokens, k) = len(leaves[0]), exchange.parts, indices.shape
+    assigned = groups * tokens * k
+    most = parts * groups * tokens * min(k, experts)  # as if all had their tokens here
+    expert = indices.reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    rows = x.reshape(groups * tokens, -1)[order // k]
+    counts = jnp.bincount(expert, length=parts * experts).astype(jnp.int32)
+    counts = exchange.of_all(counts).reshape(parts, parts, experts)  # [sender, receiver]
+    sizes = counts.sum(-1)
+    fits = (sizes.sum(0) <= most).all()  # else a token has the same expert twice
+    sizes = jnp.where(fits, sizes, 0)
+    received = exchange.send(rows, sizes, most)
+
+    own = counts[:, exchange.index]
+    number = jnp.tile(jnp.arange(experts), parts)  # the rows of each sender are sorted by expert
+    number = jnp.repeat(number, own.reshape(-1), total_repeat_length=most)
+    taken = jnp.arange(most) < own.sum()
+    by_expert = jnp.argsort(jnp.where(taken, number, experts), stable=True)
+    y = call.outputs(leaves, received[by_expert], own.sum(0))
+    y = jnp.where(taken[:, None], y, 0)[jnp.argsort(by_expert)]
+    y = exchange.send(y, sizes.T, assigned)[jnp.argsort(order)]
+
+    y = y.reshape(groups, tokens, k, -1) * weights[..., None].astype(y.dtype)
+    total = y.sum(2, dtype=jnp.promote_types(y.dtype, jnp.float32))
+    return jnp.where(fits, total, jnp.nan).astype(y.dtype)

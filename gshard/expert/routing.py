@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard._util.errors import GShardError, did_you_mean, warn
-from gshard._util.validation import check_integer, shown
+from gshard._util.errors import GShardError, warn
+from gshard._util.validation import check_choice, check_integer, shown
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -96,11 +96,7 @@ def route(
             f"logits has shape {logits.shape}: pass (groups, tokens, experts), such as (batch, "
             "length, experts). Of one group, logits[None]."
         )
-    if score not in get_args(Score):
-        raise GShardError(
-            f"score={shown(score)} is unknown.{did_you_mean(score, get_args(Score))} Choose "
-            "'softmax' or 'sigmoid'."
-        )
+    check_choice("score", score, get_args(Score))
     _, tokens, experts = logits.shape
     k = check_integer("k", k, 1)
     if k > experts:

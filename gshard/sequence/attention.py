@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from gshard._util.errors import GShardError
-from gshard._util.validation import check_integer, flag, shown
+from gshard._util.validation import check_choice, check_integer, flag, shown
 from gshard.sequence.blocks import Blocks, Masking
 from gshard.sequence.collectives import exchange, gather, size
-from gshard.sequence.order import Order, check_choice, check_halves, slices_in_order
+from gshard.sequence.order import Order, check_halves, slices_in_order
 from gshard.sequence.ring import Inputs, Ring, attend_around
 from gshard.sequence.view import of_slices
 

@@ -15,21 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from gshard._util.errors import GShardError, did_you_mean
-from gshard._util.validation import check_integer, dimension, shown
+from gshard._util.errors import GShardError
+from gshard._util.validation import check_choice, check_integer, dimension, shown
 from gshard.sequence.collectives import index, rotate, size
 from gshard.sequence.view import of_slices, sees_full_sequences
 
 Order = Literal["contiguous", "zigzag"]
 ORDERS = ("contiguous", "zigzag")
-
-
-def check_choice(name: str, value: Any, known: tuple[Any, ...]) -> None:
-    """Refuses a word that is none of those known."""
-    if value not in known:
-        words = " or ".join(repr(x) for x in known)
-        hint = did_you_mean(value, [x for x in known if x])
-        raise GShardError(f"{name}={shown(value)} is unknown: pass {words}.{hint}")
 
 
 def check_halves(length: int, devices: int, order: str, axis: str) -> None:

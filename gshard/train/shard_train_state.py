@@ -16,9 +16,9 @@ from jax.sharding import AbstractMesh, Mesh
 from gshard._util.arguments import named_arguments
 from gshard._util.errors import GShardError, place_of, warn
 from gshard._util.pytree import check_fits, flatten, map_leaves, same_leaves
-from gshard._util.validation import check_takes, flag, shown
+from gshard._util.validation import check_choice, check_takes, flag, shown
 from gshard.distributed.initialize import warn_if_not_joined
-from gshard.sequence.order import ORDERS, Order, check_choice
+from gshard.sequence.order import ORDERS, Order
 from gshard.sharding.batch_specs import SequenceDims, checked_sequence_dims
 from gshard.sharding.group import Group, data_group
 from gshard.sharding.keep import Keep

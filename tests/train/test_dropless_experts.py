@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 import gshard
 from tests.experts import (
@@ -29,6 +31,7 @@ from tests.experts import (
 from tests.tiers import quick
 
 LOSS = mean_loss("dropless", balance=True)
+SENT = mean_loss("dropless, sent", balance=True)  # by all-to-alls
 SEQUENCES = {
     "sequence": ({"shape": {"data": 4}, "sequence": 2}, None, "contiguous", 6),
     "zig-zag": ({"shape": {"data": 4}, "sequence": 2}, None, "zigzag", 8),
@@ -56,19 +59,20 @@ def check(loss: Any, given: Any, mesh: Any, p: Any = None, keep: Any = KEEP, **o
     assert abs(float(value) - float(wanted)) < 2e-6 and worst(grads, reference) < 2e-6
 
 
+@pytest.mark.parametrize("loss", [LOSS, SENT], ids=["gathered", "sent"])
 @pytest.mark.parametrize("name", quick(SEQUENCES, ["zig-zag and expert"]))
-def test_tokens_of_slices_of_sequences(name):
+def test_tokens_of_slices_of_sequences(name, loss):
     mesh, keep, order, tokens = SEQUENCES[name]
     p = params(experts=12) if name == "3 of 6 devices" else None
-    check(LOSS, batch(tokens=tokens), mesh, p, keep, sequence_order=order)
+    check(loss, batch(tokens=tokens), mesh, p, keep, sequence_order=order)
 
 
-def layers(p: Any, given: Any) -> jax.Array:
+def layers(p: Any, given: Any, by: Any = "gather") -> jax.Array:
     """Three layers in a scan, rematerialized."""
 
     @jax.checkpoint
     def layer(h: jax.Array, p: Any) -> tuple[jax.Array, None]:
-        return h + dropless(p, h), None
+        return h + dropless(p, h, by), None
 
     h = jnp.tanh(p["embed"][given["x"]])
     h, _ = jax.lax.scan(layer, h, {"router": p["router"], "experts": p["experts"]})
@@ -76,14 +80,41 @@ def layers(p: Any, given: Any) -> jax.Array:
     return (losses * given["mask"]).sum() / given["mask"].sum()
 
 
-@pytest.mark.parametrize("micro_batches", quick([1, 3], [3]))
-def test_scanned_layers_of_a_masked_mean(micro_batches):
+@pytest.mark.parametrize(
+    ("micro_batches", "by"),
+    quick([(1, "gather"), (3, "gather"), (1, "all_to_all"), (3, "all_to_all")], [(3, "gather")]),
+)
+def test_scanned_layers_of_a_masked_mean(micro_batches, by):
     p = params()
     stacks = {
         k: jax.tree.map(lambda x: np.stack([x, x / 2, -x]), p[k]) for k in ("router", "experts")
     }
     keep = {"experts/": ("expert", 1)}
-    check(layers, batch(), DATA_EXPERT, {**p, **stacks}, keep, micro_batches=micro_batches)
+    loss = functools.partial(layers, by=by)
+    check(loss, batch(), DATA_EXPERT, {**p, **stacks}, keep, micro_batches=micro_batches)
+
+
+@pytest.mark.parametrize("by", ["gather", "all_to_all"])
+@pytest.mark.parametrize("skew", [0.0, 50.0])
+def test_tokens_that_all_go_to_the_experts_of_one_device(skew, by):
+    """Or to all of them. The experts of the first device are 0 and 1."""
+    p, used = params(), []
+    p["bias"] = -skew * np.arange(E, dtype=np.float32)
+
+    def loss(p, given):
+        h = jnp.tanh(p["embed"][given["x"]])
+
+        def experts(p, rows, sizes):
+            return jax.lax.ragged_dot(rows, p["up"], sizes)
+
+        routing = gshard.expert.route(h @ p["router"] + p["bias"], K, capacity_factor=None)
+        used.append(routing.indices)
+        return jnp.square(gshard.expert.dropless(experts, p["experts"], h, routing, by=by)).mean()
+
+    del p["experts"]["down"], p["head"]
+    loss(p, batch())
+    assert len(np.unique(used[0])) == (E if skew == 0 else K)
+    check(loss, batch(), DATA_EXPERT, p)
 
 
 @pytest.mark.parametrize("micro_batches", quick([1, 2], []))
@@ -125,7 +156,24 @@ def test_tokens_are_gathered_and_no_expert_is():
     assert sum(x.elements for x in over) < E * D * F // 2  # the embedding and the head alone
 
 
-def test_an_expert_that_a_token_has_twice_is_not_counted_once():
+def test_tokens_are_sent_to_their_experts_alone():
+    """Traced for GPUs: two ragged all-to-alls over the axis, of the rows of one device."""
+    mesh = AbstractMesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    options = {"keep": KEEP, "min_shard_size": 0}
+    state, plan = gshard.shard_train_state((params(), optax.sgd(0.1)), mesh, "p_g_os", **options)
+    step = gshard.make_train_step(SENT, plan)
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
+    with pytest.raises(ValueError, match="AbstractMesh"):  # it is traced, and not compiled
+        step.lower(state, given)
+    of_axis = [x for x in step.loss_transfers if x.axes == ("expert",)]
+    sent = [x for x in of_axis if x.kind == "ragged-all-to-all"]
+    rows = 24 * 6 // 8 * K
+    assert [(x.elements, x.times) for x in sent] == [(rows * D, 2)]
+    assert max(x.elements for x in of_axis if x not in sent) < rows * D
+
+
+@pytest.mark.parametrize("by", ["gather", "all_to_all"])
+def test_an_expert_that_a_token_has_twice_is_not_counted_once(by):
     """Devices with one expert have one row for each token."""
 
     def loss(p, given):
@@ -135,7 +183,7 @@ def test_an_expert_that_a_token_has_twice_is_not_counted_once():
         twice = gshard.expert.Routing(all_first, weights, all_first, E, given["x"].shape[1])
         kernel = {"up": p["experts"]["up"]}
         experts = lambda p, rows, sizes: jax.lax.ragged_dot(rows, p["up"], sizes)  # noqa: E731
-        return gshard.expert.dropless(experts, kernel, h, twice).mean()
+        return gshard.expert.dropless(experts, kernel, h, twice, by=by).mean()
 
     assert np.isfinite(loss(params(), batch()))  # a device with all experts has enough rows
     state, plan = sharded({"expert": 8}, "os")

@@ -63,6 +63,8 @@ CASES = [
     *(("p_g_os", mesh, "one-hot") for mesh in list(MESHES)[1:-1]),
     *((level, "data 2, expert 4", "dropless") for level in LEVELS),
     *(("p_g_os", mesh, "dropless") for mesh in list(MESHES)[1:-1]),
+    *((level, "data 2, expert 4", "dropless, sent") for level in LEVELS),
+    *(("p_g_os", mesh, "dropless, sent") for mesh in list(MESHES)[1:-1]),
     ("os", "replica 2, data 2, expert 2", "one-hot"),
     ("os_g", "expert 8", "every token"),
 ]
@@ -70,6 +72,7 @@ QUICK = [
     ("p_g_os", "data 2, expert 4", "one-hot"),
     ("os", "replica 2, data 2, expert 2", "one-hot"),
     ("p_g_os", "data 2, expert 4", "dropless"),
+    ("os_g", "data 2, expert 4", "dropless, sent"),
 ]
 
 

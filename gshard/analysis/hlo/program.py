@@ -255,9 +255,11 @@ class _Collectives:
         if started is not None and instruction.name not in started:
             return None
         kind, groups = _kind(instruction), read_groups(instruction)
-        inputs = instruction.operands
-        if kind in ("ragged-all-to-all", "send"):
-            inputs = inputs[:1]  # the others are an output buffer, offsets, sizes, a token
+        shapes = [computation.by_name[x].shape for x in instruction.operands]
+        if kind == "send":
+            del shapes[1:]  # a token
+        if kind == "ragged-all-to-all":  # what is sent is in, or fits, the smaller of two arrays
+            shapes = [min(shapes[:2], key=lambda x: sum(a.elements for a in read_arrays(x)))]
         group_size = max(map(len, groups)) if groups else self._devices
         if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):
             kind = "reduce-scatter"  # the TPU compiler's fusion of both
@@ -267,7 +269,7 @@ class _Collectives:
         return Collective(
             kind=kind,
             name=instruction.name,
-            operands=tuple(a for x in inputs for a in read_arrays(computation.by_name[x].shape)),
+            operands=tuple(array for shape in shapes for array in read_arrays(shape)),
             times=context.times,
             groups=groups,
             pairs=read_pairs(instruction),

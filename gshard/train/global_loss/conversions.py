@@ -60,6 +60,7 @@ class Conversions:
       exchanges: whether an all-to-all may change which dimension is sharded: where parameters are
         kept on the axis.
       other_axes: the axes that share the examples of the traced values.
+      platform: of the devices, as in `Group`.
       bodies: how many bodies, of loops, branches and `jax.checkpoint`, are being evaluated.
     """
 
@@ -75,6 +76,7 @@ class Conversions:
         self.axes, self.micro_batches = tuple(axes), micro_batches
         self.of_examples, self.batches, self.exchanges = of_examples, 1, False
         self.other_axes: tuple[str, ...] = ()
+        self.platform = ""
         index = group_index(self.axes) * micro_batches + micro_batch
         self.partition = Partition(devices * micro_batches, index, zigzag)
         self.transfers, self.known = list[Transfer](), list[jax.Array]()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from gshard._util.errors import GShardError
 from gshard._util.named_calls import behind_call
 from gshard.expert.dropless import Call
+from gshard.train.comm.ragged import RowExchange
 from gshard.train.global_loss.placement import PARTIAL, REPLICATED, Placement, sharded
 from gshard.train.global_loss.registry import Decision, Given
 
@@ -40,6 +42,13 @@ def decide_expert_call(given: Given, call: Call) -> Decision:
             "the experts are dimension 0. Keep the dimension of the experts, such as "
             f"keep={{'experts/': ({given.evaluator.axes[0]!r}, 0)}}, or 1 for scanned layers."
         )
+    place = next((p for p in tokens if p.is_sharded and p.dim < 2), REPLICATED)
+    if kept and call.by == "all_to_all" and place.is_sharded:
+        (axis,) = given.evaluator.axes
+        native = given.evaluator.platform != "cpu"
+        sent = replace(call, exchange=RowExchange(axis, partition.parts, native))
+        operands = [sharded(0)] * leaves + [place] * _TOKENS + [REPLICATED]
+        return Decision(operands, [place], run=lambda values: [sent(values)])
     if kept:
         experts = given.shapes[0][0] // partition.parts
 
@@ -48,6 +57,5 @@ def decide_expert_call(given: Given, call: Call) -> Decision:
 
         operands = [sharded(0)] * leaves + [REPLICATED] * (_TOKENS + 1)
         return Decision(operands, [PARTIAL], run=run)
-    place = next((p for p in tokens if p.is_sharded and p.dim < 2), REPLICATED)
     operands = [REPLICATED] * leaves + [place] * _TOKENS + [REPLICATED]
     return Decision(operands, [place], run=lambda values: [call(values)])

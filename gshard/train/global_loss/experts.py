@@ -72,7 +72,7 @@ class Experts(Sequences):
     ) -> tuple[GlobalEvaluator, Any]:
         evaluator = GlobalEvaluator((self.group.kept,), self.group.experts)
         evaluator.limit, evaluator.batches, evaluator.exchanges = self.limit, self.batches, True
-        evaluator.other_axes = self.group.outer_axes
+        evaluator.other_axes, evaluator.platform = self.group.outer_axes, self.group.platform
         evaluator.partition = replace(evaluator.partition, shared=True)
         dims = [0 if jnp.ndim(x) else None for x in jax.tree.leaves(batch)]
         given = (self.group, dims, 1, trained, params, batch, rng, self.kept)

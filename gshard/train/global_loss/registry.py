@@ -24,6 +24,7 @@ class Converter(Protocol):
 
     axes: tuple[str, ...]
     other_axes: tuple[str, ...]
+    platform: str
     partition: Partition
     micro_batches: int
     batches: int
