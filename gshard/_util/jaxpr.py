@@ -40,12 +40,13 @@ COLLECTIVES = {  # primitives, and HLO's names of what they do
 }
 _PLAIN = frozenset({bool, int, float, str, type(None)})  # parameters without a jaxpr
 CALLED = (JIT, "closed_call", "eval_jaxpr")  # the last two are one: before and since JAX 0.12
-_CALLS = (*CALLED, CHECKPOINT, "custom_jvp_call", CUSTOM_VJP)
+_CALLS = (*CALLED, CHECKPOINT, "custom_jvp_call", CUSTOM_VJP, "linear_call")
+_BODIES = ("jaxpr", "call_jaxpr", "callee")  # what calls name their inner jaxpr
 
 
 def body_of(eqn: Any) -> tuple[Any, Sequence[Any]]:
     """Returns the inner jaxpr of an equation that has one, and its constants."""
-    return opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+    return opened(next(eqn.params[name] for name in _BODIES if name in eqn.params))
 
 
 def opened(body: Any) -> tuple[Any, Sequence[Any]]:

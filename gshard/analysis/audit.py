@@ -212,7 +212,7 @@ def _purpose(kind: str, op_name: str) -> str:
     """
     scopes: list[str] = _SCOPE.findall(op_name)
     purpose = scopes[-1] if scopes else "user" if _WRITTEN.search(op_name) else "compiler"
-    if not op_name and kind == "ragged-all-to-all":  # it loses its name on GPU; XLA makes none
+    if not op_name and kind == "ragged-all-to-all":  # nameless on GPU; XLA adds none by itself
         return "user"
     if not scopes and NEEDED_BY.search(op_name):  # by the loss, over a sequence or expert axis
         return "loss"

@@ -145,7 +145,15 @@ def forecast(
     for name in names:
         if report is not None:
             report(name)
-        state, plan = sharded_setup(setup, devices, name, choices)
+        try:
+            state, plan = sharded_setup(setup, devices, name, choices)
+        except GShardError as error:
+            if not found:
+                raise
+            raise GShardError(
+                f"level {name}: {error} To plan the levels before it, pass "
+                f"levels={','.join(found)}."
+            ) from error
         batch = batch_bytes(setup, plan, choices)
         level = level_forecast(plan, choices, batch, devices_per_node)
         if activations and setup.loss_fn is not None and not plan.group.model_axes:

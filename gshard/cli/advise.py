@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -11,7 +14,7 @@ from gshard.analysis.calibration import read_calibration
 from gshard.analysis.config import Config
 from gshard.analysis.expert_axes import expert_axes
 from gshard.analysis.html.page import page
-from gshard.analysis.tune import advise, best_of_each, bits_to_save
+from gshard.analysis.tune import Option, Verdict, advise, best_of_each, bits_to_save
 from gshard.analysis.tune_report import advice_rows, advice_text, base_of
 from gshard.cli import common
 from gshard.cli.output import NO, YES, tell
@@ -45,6 +48,21 @@ def main(words: list[str]) -> int:
     return common.respond(lambda: common.named_config(parser, words), _advise)
 
 
+def _as_advised(config: Config, found: Sequence[Verdict]) -> Config:
+    """A config with the first option's replicas, choices and arguments, at the levels of such."""
+    first = found[0].option
+    shared = [x.option.level for x in found if _arguments(x.option) == _arguments(first)]
+    levels = tuple(level for level in config.levels if level in shared)
+    arguments = {**config.arguments, **first.arguments}
+    return dataclasses.replace(
+        config, replica=first.replica, choices=first.choices, arguments=arguments, levels=levels
+    )
+
+
+def _arguments(option: Option) -> tuple[int, Mapping[str, Any]]:
+    return option.replica, option.arguments
+
+
 def _advise(given: Namespace, config: Config) -> common.Answer:
     measured = None
     if given.calibration is not None and config.target is not None:
@@ -64,7 +82,7 @@ def _advise(given: Namespace, config: Config) -> common.Answer:
             found = advise(config, show, measured)
         if file is not None:
             rows = advice_rows(found if given.all else best_of_each(found), measured)
-            forecast = common.forecast_with_progress(config)
+            forecast = common.forecast_with_progress(_as_advised(config, found))
             file.write(page(forecast, config.model, advice=rows).encode())
             file.commit()
             tell(f"wrote {given.html}")

@@ -346,7 +346,14 @@ def levels_here(config: Config, command: str, doing: str) -> Iterator[tuple[str,
                 f"too many (at most {_MOST_VIRTUAL}). Give --devices {_MOST_VIRTUAL} or less; "
                 "gshard plan --target compiles for real machines of any size."
             )
-        devices = jax.devices("cpu")
+        try:
+            devices = jax.devices("cpu")
+        except RuntimeError as error:
+            raise GShardError(
+                f"gshard {command} needs {count} devices, this process has {len(devices)}, and "
+                f"JAX_PLATFORMS={jax.config.jax_platforms} leaves out the virtual ones of the CPU. "
+                "Unset it, or give --devices."
+            ) from error
     if len(devices) < count:
         raise GShardError(
             f"gshard {command} needs {count} devices, and this process has {len(devices)}. Run it "

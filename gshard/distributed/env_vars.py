@@ -15,6 +15,7 @@ from typing import NamedTuple
 from gshard._util.cpu_threads import thread_variables
 from gshard._util.errors import GShardError
 from gshard._util.events import STATUS_FILE as STATUS_FILE
+from gshard._util.programs import output_of
 from gshard._util.validation import check_integer, shown
 
 COORDINATOR = "GSHARD_COORDINATOR"
@@ -126,9 +127,7 @@ def visible_gpus() -> list[str]:
     if not (program := shutil.which("nvidia-smi")):
         return []
     try:
-        found = subprocess.run(
-            [program, "-L"], capture_output=True, text=True, timeout=_DRIVER_TIMEOUT
-        )
+        said, _ = output_of([program, "-L"], _DRIVER_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired) as error:
         late = isinstance(error, subprocess.TimeoutExpired)
         raise GShardError(
@@ -136,7 +135,7 @@ def visible_gpus() -> list[str]:
             f"{'does not answer' if late else f'cannot run ({error})'}. `gshard doctor` says more. "
             f"To go on without it, name the GPUs in {_VISIBLE[0]}, or give JAX_PLATFORMS=cpu."
         ) from error
-    lines = [line for line in found.stdout.splitlines() if line.startswith("GPU ")]
+    lines = [line for line in said.splitlines() if line.startswith("GPU ")]
     return [str(i) for i in range(len(lines))]
 
 

@@ -2,7 +2,8 @@
 
 Plain JAX, with the same numbers on one device and on many. Where the parameters of the experts are
 kept on a mesh axis (`shard_train_state(keep=)`), the step sends tokens to the devices of their
-experts and back by one all-to-all each; `dropless` all-gathers the tokens, unless `by=` says else.
+experts and back by one all-to-all each. `dropless` all-gathers the tokens instead, unless `by=`
+says otherwise.
 
 May import: `_util`.
 Start reading: `route`, then `dispatch` and `combine`.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,25 +22,6 @@ from gshard.expert.routing import Routing, check_tokens
 By = Literal["gather", "all_to_all"]
 
 
-class Exchange(Protocol):
-    """What `dropless` uses of `gshard.train.comm.ragged.RowExchange`, which describes it."""
-
-    parts: int
-
-    @property
-    def index(self) -> jax.Array:
-        """Of this device on the axis."""
-        ...
-
-    def of_all(self, x: jax.Array) -> jax.Array:
-        """Returns what each device has, along a new dimension 0."""
-        ...
-
-    def send(self, rows: jax.Array, sizes: jax.Array, length: int) -> jax.Array:
-        """Sends rows to other devices, `sizes[i, j]` of them from device i to device j."""
-        ...
-
-
 @dataclass(frozen=True)
 class Call:
     """A call of `dropless` in a traced loss.
@@ -48,14 +29,14 @@ class Call:
     Attributes:
       fun, by: as `dropless` takes them.
       structure: the tree of its parameters.
-      exchange: sends rows to the devices of their experts; None where a device has the tokens of
-        all its experts.
+      exchange: sends rows to the devices of their experts, as `train.comm.ragged.RowExchange`;
+        None where a device has the tokens of all its experts.
     """
 
     fun: Callable[..., Any]
     structure: Any
     by: By
-    exchange: Exchange | None = None
+    exchange: Any = None
 
     def __call__(self, arrays: Sequence[Any]) -> jax.Array:
         """Calls it for the experts and tokens that a device has; `arrays` as in `_add_up`.
@@ -113,9 +94,9 @@ def dropless(
       routing: of these tokens, by `route` with `capacity_factor=None`, or any other in which no
         token has the same expert twice (else the result may be NaN).
       by: "gather": an all-gather gives each device the tokens of all devices of the axis, and a
-        reduce-scatter returns the sums. "all_to_all": each token is sent to its experts alone and
-        comes back from them, by `jax.lax.ragged_all_to_all`. XLA does not have that on CPU, where
-        the rows are all-gathered instead.
+        reduce-scatter returns the sums. "all_to_all": each token is sent only to its own experts,
+        and comes back, by `jax.lax.ragged_all_to_all`. XLA does not have that on CPU, where the
+        rows are all-gathered instead.
 
     Returns:
       (G, T, D') in the dtype of what `fun` returns: the sum over the experts of each token, by the
@@ -190,18 +171,19 @@ def _add_up(call: Call, arrays: Sequence[Any]) -> jax.Array:
 def _send(call: Call, arrays: Sequence[Any]) -> jax.Array:
     """As `_add_up`, for this device's tokens, which are sent to the devices of their experts."""
     *leaves, x, indices, weights, _ = arrays
-    exchange: Any = call.exchange
-    experts, parts, (groups, tokens, k) = len(leaves[0]), exchange.parts, indices.shape
+    exchange, experts, (groups, tokens, k) = call.exchange, len(leaves[0]), indices.shape
+    parts = exchange.parts
     assigned = groups * tokens * k
     most = parts * groups * tokens * min(k, experts)  # as if all had their tokens here
     expert = indices.reshape(-1)
+    expert = jnp.where(expert < 0, parts * experts, expert)  # of none, as in `_add_up`
     order = jnp.argsort(expert, stable=True)
     rows = x.reshape(groups * tokens, -1)[order // k]
     counts = jnp.bincount(expert, length=parts * experts).astype(jnp.int32)
     counts = exchange.of_all(counts).reshape(parts, parts, experts)  # [sender, receiver]
-    sizes = counts.sum(-1)
-    fits = (sizes.sum(0) <= most).all()  # else a token has the same expert twice
-    sizes = jnp.where(fits, sizes, 0)
+    fits = (counts.sum((0, 2)) <= most).all()  # else a token has the same expert twice
+    counts = jnp.where(fits, counts, 0)
+    sizes = counts.sum(-1, dtype=jnp.int32)
     received = exchange.send(rows, sizes, most)
 
     own = counts[:, exchange.index]
@@ -209,7 +191,7 @@ def _send(call: Call, arrays: Sequence[Any]) -> jax.Array:
     number = jnp.repeat(number, own.reshape(-1), total_repeat_length=most)
     taken = jnp.arange(most) < own.sum()
     by_expert = jnp.argsort(jnp.where(taken, number, experts), stable=True)
-    y = call.outputs(leaves, received[by_expert], own.sum(0))
+    y = call.outputs(leaves, received[by_expert], own.sum(0, dtype=jnp.int32))
     y = jnp.where(taken[:, None], y, 0)[jnp.argsort(by_expert)]
     y = exchange.send(y, sizes.T, assigned)[jnp.argsort(order)]
 

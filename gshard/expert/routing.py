@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from gshard._util.errors import GShardError, warn
 from gshard._util.validation import check_choice, check_integer, shown
@@ -111,6 +112,8 @@ def route(
             )
         chosen_by = chosen_by + jax.lax.stop_gradient(jnp.asarray(bias, jnp.float32))
     _, indices = jax.lax.top_k(chosen_by, k)
+    # Saved with the rows that are sent by it: computed again, a near tie might go another way.
+    indices = checkpoint_name(indices, "expert_exchange")
     chosen = jax.nn.one_hot(indices, experts, dtype=jnp.float32)  # (G, T, K, E)
     weights = jnp.sum(chosen * scores[..., None, :], -1)
     divides = k > 1 if normalize is None else normalize

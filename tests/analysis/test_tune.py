@@ -479,3 +479,12 @@ def test_more_examples_than_can_be_divided():
     config = read_config("llama-7b", {"micro_batch_size": 10**9, "micro_batches": 2})
     with pytest.raises(gshard.GShardError, match="2,000,000,000 examples of a device in a step"):
         next(options_to_try(config))
+
+
+def test_a_page_has_the_levels_as_the_first_option_trains_them(tmp_path, capsys):
+    """Without replicas this model is refused: its gradients are quantized between them."""
+    page = tmp_path / "advice.html"
+    words = ["advise", "tests.setups:quantized", "--target", "h100:2x8", "--levels", "os_g"]
+    assert main([*words, "--html", str(page)]) == 0
+    assert f"wrote {page}" in capsys.readouterr().err
+    assert "Plan of tests.setups:quantized" in page.read_text()

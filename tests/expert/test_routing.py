@@ -217,3 +217,9 @@ def test_the_router_of_one_expert_for_each_token_trains():
     gradient = jax.grad(lambda x: (expert.route(x, 1).weights * of_tokens).sum())(logits)
     assert jnp.abs(gradient).max() > 1e-3
     np.testing.assert_array_equal(expert.route(logits, 1, normalize=True).weights, 1)
+
+
+def test_the_choice_of_experts_is_saved_with_the_rows_that_are_sent_by_it():
+    """Computed again in a backward pass, a near tie might go to another expert."""
+    program = str(jax.make_jaxpr(lambda x: expert.route(x, K).indices)(logits()))
+    assert program.count("name=expert_exchange") == 1

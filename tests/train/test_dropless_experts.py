@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from typing import Any
@@ -170,6 +171,25 @@ def test_tokens_are_sent_to_their_experts_alone():
     rows = 24 * 6 // 8 * K
     assert [(x.elements, x.times) for x in sent] == [(rows * D, 2)]
     assert max(x.elements for x in of_axis if x not in sent) < rows * D
+
+
+@pytest.mark.parametrize("by", ["gather", "all_to_all"])
+def test_an_index_out_of_range_is_no_expert(by):
+    """Such as -1 for padding: that token gets nothing, and computes nothing."""
+
+    def loss(p, given):
+        h = jnp.tanh(p["embed"][given["x"]])
+        routing = gshard.expert.route(h @ p["router"], K, capacity_factor=None)
+        none = jnp.where(given["y"] % 2 == 0, -1, E)[..., None]
+        indices = jnp.where(given["mask"][..., None] > 0, routing.indices, none)
+        routing = dataclasses.replace(routing, indices=indices)
+        kernel = {"up": p["experts"]["up"]}
+        experts = lambda p, rows, sizes: jax.lax.ragged_dot(rows, p["up"], sizes)  # noqa: E731
+        return jnp.square(gshard.expert.dropless(experts, kernel, h, routing, by=by)).mean()
+
+    p = params()
+    del p["experts"]["down"], p["head"]
+    check(loss, batch(), DATA_EXPERT, p)
 
 
 @pytest.mark.parametrize("by", ["gather", "all_to_all"])

@@ -258,7 +258,7 @@ class _Collectives:
         shapes = [computation.by_name[x].shape for x in instruction.operands]
         if kind == "send":
             del shapes[1:]  # a token
-        if kind == "ragged-all-to-all":  # what is sent is in, or fits, the smaller of two arrays
+        if kind == "ragged-all-to-all":  # on average, the smaller array is sent
             shapes = [min(shapes[:2], key=lambda x: sum(a.elements for a in read_arrays(x)))]
         group_size = max(map(len, groups)) if groups else self._devices
         if kind == "all-reduce" and computation.name.startswith("all-reduce-scatter"):

@@ -115,7 +115,10 @@ def exchanges_of(program: TracedProgram, nodes: Nodes, wide: bool) -> tuple[Exch
 
     for op, where, times in _collectives(program, 1, sent):
         kind, (group, share) = COLLECTIVES[op.name], _group_of(op, nodes)
-        for i in op.outs if kind == "all-gather" else op.ins:
+        moved = op.outs if kind == "all-gather" else op.ins
+        if kind == "ragged-all-to-all":  # one side has room for the rows of all devices
+            moved = [min(op.ins[0], op.outs[0], key=lambda i, of=where.values: of[i].size)]
+        for i in moved:
             if group == 1 or i == FREE:
                 continue
             value = where.values[i]

@@ -124,9 +124,12 @@ class WandB(_Own):
 
     def __init__(self, folder: Path | None):
         self._folder, self._run, self._is_mine = folder, None, False
+        self._has_failed = False
 
     def write_scalars(self, step: int, scalars: Scalars) -> None:
-        """Logs the scalars of a step."""
+        """Logs the scalars of a step; nothing once a run could not begin, which takes long."""
+        if self._has_failed:
+            return
         import wandb  # pyright: ignore[reportMissingImports]
 
         if self._run is None:
@@ -134,7 +137,9 @@ class WandB(_Own):
         if self._run is None:
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
+            self._has_failed = True
             self._run = wandb.init(dir=self._folder)
+            self._has_failed = False
         self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:

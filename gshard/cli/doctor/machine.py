@@ -16,6 +16,7 @@ from typing import Literal
 
 from gshard._util.cgroup import contents
 from gshard._util.errors import GShardError
+from gshard._util.programs import output_of
 from gshard._util.text import bytes_of
 from gshard.distributed import env_vars
 from gshard.distributed.env_vars import JobPosition
@@ -97,12 +98,11 @@ def _nvidia(root: Path) -> tuple[int, str, list[Check]]:
         return count, "", [Check(name, "ok", said)] if count else []
     rows, wrong = [], ""
     try:
-        # A driver that hangs lets nvidia-smi hang.
-        done = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=20)
-        rows = [[x.strip() for x in line.split(",")] for line in done.stdout.splitlines()]
+        said, code = output_of([program, *_QUERY], seconds=20)
+        rows = [[x.strip() for x in line.split(",")] for line in said.splitlines()]
         rows = [row for row in rows if len(row) == 4]
-        if done.returncode or not rows:
-            wrong = f"fails: {one_line(done.stdout + done.stderr) or 'it lists no GPU'}"
+        if code or not rows:
+            wrong = f"fails: {one_line(said) or 'it lists no GPU'}"
     except (subprocess.TimeoutExpired, OSError) as error:
         wrong = f"fails: {error}"
     if wrong:

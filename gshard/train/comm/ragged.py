@@ -1,14 +1,17 @@
-"""Rows of which a device sends another number to each device: those of experts without capacity."""
+"""An exchange of rows in which each device sends a different number of them to each other device.
+
+The tokens of experts without capacity are such rows.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import linear_call
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class RowExchange:
     def of_all(self, x: jax.Array) -> jax.Array:
         """Returns a few numbers of each device, along a new dimension 0.
 
-        A sum: the TPU compiler makes one of so small an all-gather, without the name that an audit
-        reads.
+        By a sum: the TPU compiler turns so small an all-gather into one anyway, and drops the name
+        that an audit reads.
         """
         own = jnp.zeros((self.parts, *x.shape), x.dtype).at[self.index].set(x)
         return lax.psum(own, self.axis)
@@ -52,37 +55,23 @@ class RowExchange:
         Returns:
           (length, D), first what the first device sent; zeros after what was sent.
         """
-        sent = _send(rows, sizes, (len(rows), length), self)
+        n = len(rows)
+        sent = linear_call(
+            lambda sizes, rows: self._exchanged(rows, sizes, length),
+            lambda sizes, cotangent: self._exchanged(cotangent, sizes.T, n),
+            sizes,
+            rows,
+        )
         return checkpoint_name(sent, "expert_exchange")
 
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _send(
-    rows: jax.Array, sizes: jax.Array, lengths: tuple[int, int], over: RowExchange
-) -> jax.Array:
-    result = jnp.zeros((lengths[1], *rows.shape[1:]), rows.dtype)
-    starts = jnp.cumsum(sizes, 1) - sizes  # on the senders
-    ends = jnp.cumsum(sizes, 0) - sizes  # on the receivers
-    me = over.index
-    exchange = lax.ragged_all_to_all if over.native else ragged_all_to_all
-    given = rows, result, starts[me], sizes[me], ends[me], sizes[:, me]
-    return exchange(*given, axis_name=over.axis)
-
-
-def _forward(
-    rows: jax.Array, sizes: jax.Array, lengths: tuple[int, int], over: RowExchange
-) -> tuple[jax.Array, jax.Array]:
-    return _send(rows, sizes, lengths, over), sizes
-
-
-def _backward(
-    lengths: tuple[int, int], over: RowExchange, sizes: jax.Array, cotangent: jax.Array
-) -> tuple[jax.Array, None]:
-    """What was received goes back the same way."""
-    return _send(cotangent, sizes.T, (lengths[1], lengths[0]), over), None
-
-
-_send.defvjp(_forward, _backward)
+    def _exchanged(self, rows: jax.Array, sizes: jax.Array, length: int) -> jax.Array:
+        result = jnp.zeros((length, *rows.shape[1:]), rows.dtype)
+        starts = jnp.cumsum(sizes, 1) - sizes  # on the senders
+        ends = jnp.cumsum(sizes, 0) - sizes  # on the receivers
+        me = self.index
+        exchange = lax.ragged_all_to_all if self.native else ragged_all_to_all
+        given = rows, result, starts[me], sizes[me], ends[me], sizes[:, me]
+        return exchange(*given, axis_name=self.axis)
 
 
 def ragged_all_to_all(
@@ -95,15 +84,17 @@ def ragged_all_to_all(
     *,
     axis_name: str,
 ) -> jax.Array:
-    """Returns what `jax.lax.ragged_all_to_all` does of these arguments, by all-gathers.
+    """Returns what `jax.lax.ragged_all_to_all` would, for one slice to each device.
 
-    For one slice to each device. `send_sizes` is what the others have in `recv_sizes`.
+    By all-gathers. A slice arrives only if its sender and its receiver give it the same size.
     """
     me = lax.axis_index(axis_name)
     rows = lax.all_gather(operand, axis_name)
-    start, to = (lax.all_gather(x, axis_name)[:, me] for x in (input_offsets, output_offsets))
+    given = input_offsets, send_sizes, output_offsets
+    start, sent, to = (lax.all_gather(x, axis_name)[:, me] for x in given)
+    size = jnp.where(sent == recv_sizes, sent, 0)
     at = jnp.arange(len(output))[:, None]
-    inside = (at >= to) & (at < to + recv_sizes)  # (length, devices)
+    inside = (at >= to) & (at < to + size)  # (length, devices)
     sender = jnp.argmax(inside, 1)
     found = rows[sender, start[sender] + at[:, 0] - to[sender]]
     return jnp.where(inside.any(1)[:, None], found, output)

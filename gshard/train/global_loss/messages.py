@@ -31,7 +31,7 @@ _HINTS = {
 }
 _EXPERTS = (
     "Make the experts a dimension of both operands of a product, as gshard.expert.dispatch does, "
-    "or raise gather_limit=."
+    "pass by='all_to_all' to gshard.expert.dropless (GPU, TPU), or raise gather_limit=."
 )
 _SLICES = (
     "In place of logits[:, :-1] keep the logits of all positions, shift the targets with "

@@ -76,7 +76,7 @@ def transfers_over(
         operation, line = scopes[-1] if scopes else caller
         if name in COLLECTIVES and axis in names_in(params):
             kind, operand, result = COLLECTIVES[name], eqn.invars[0].aval, eqn.outvars[0].aval
-            # A ragged all-to-all has room for the rows of all devices on one side.
+            # One side of a ragged all-to-all has room for the rows of all devices.
             full = min if name == "ragged_all_to_all" else max
             aval = full(operand, result, key=size_in_bytes)
             one = Transfer.of(aval, kind, 0, operation or name, line)

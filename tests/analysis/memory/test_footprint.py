@@ -25,6 +25,7 @@ from gshard.analysis.memory.liveness import peak_of
 from gshard.analysis.memory.opening import program_of
 from gshard.analysis.memory.products import with_canonical_products
 from gshard.sharding.nodes import nodes_of
+from gshard.train.comm.ragged import RowExchange
 from tests.ahead_of_time import printed_for
 from tests.tiers import quick
 
@@ -225,6 +226,23 @@ def test_of_branches_the_one_counts_that_sends_most():
     found = program_of(closed, [jax.NamedSharding(mesh, split)], True, "cpu")
     rows = exchanges_of(found, nodes_of(mesh, None), wide=True)
     assert [(row.kind, row.count, row.elements) for row in rows] == [("all-reduce", 1, 8)]
+
+
+def test_of_a_ragged_all_to_all_the_rows_count_that_a_device_has():
+    """On the other side there is room for those of all devices; the rest are offsets and sizes."""
+    exchange = RowExchange("shard", 8, native=True)
+
+    def there_and_back(rows):
+        sizes = jnp.ones((8, 8), jnp.int32)
+        return exchange.send(exchange.send(rows, sizes, 60), sizes, len(rows))
+
+    mesh, split = abstract_mesh(8), jax.P("shard")
+    specs = {"in_specs": split, "out_specs": split}
+    function = jax.shard_map(there_and_back, mesh=mesh, check_vma=False, **specs)
+    closed = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((8 * 10, 4), jnp.float32))
+    found = program_of(closed, [jax.NamedSharding(mesh, split)], True, "gpu")
+    rows = exchanges_of(found, nodes_of(mesh, None), wide=False)
+    assert [(x.kind, x.count, x.elements) for x in rows] == [("ragged-all-to-all", 2, 2 * 10 * 4)]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from gshard import make_mesh
+from gshard._util.jaxpr import all_equations
 from gshard.train.comm.ragged import RowExchange, ragged_all_to_all
 from tests.ahead_of_time import found_by
 
@@ -58,23 +60,34 @@ def test_rows_arrive_in_the_order_of_the_senders_and_go_back(devices):
     np.testing.assert_allclose(on_devices(devices, gradient, rows), back, rtol=1e-6)
 
 
-def test_where_xla_has_the_operation_it_gets_the_same_arguments():
-    """A ragged all-to-all of the rows there and of their cotangents back; no row is gathered."""
-
-    def sent(rows, native):
-        exchange = RowExchange("x", 4, native)
-        return jnp.sin(exchange.send(rows, jnp.ones((4, 4), jnp.int32), 9)).sum()
-
+def collectives_of(fun, native):
+    """How often each is in the program of value and gradient of the sum of a function of rows."""
     mesh = make_mesh({"x": 4}, devices=jax.devices()[:4])
+    exchange = RowExchange("x", 4, native)
 
-    def program(native):
-        gradient = jax.grad(functools.partial(sent, native=native))
-        specs = {"in_specs": jax.P("x"), "out_specs": jax.P("x")}
-        mapped = jax.shard_map(gradient, mesh=mesh, check_vma=False, **specs)
-        return str(jax.make_jaxpr(mapped)(np.ones((20, 3), np.float32)))
+    def both(rows):
+        sent = lambda rows: exchange.send(rows, jnp.ones((4, 4), jnp.int32), 9)  # noqa: E731
+        return sum(jax.value_and_grad(fun(lambda rows: jnp.sin(sent(rows)).sum()))(rows))
 
-    assert program(True).count("ragged_all_to_all[") == 2 and "all_gather[" not in program(True)
-    assert program(False).count("all_gather[") == 6
+    specs = {"in_specs": jax.P("x"), "out_specs": jax.P("x")}
+    mapped = jax.shard_map(both, mesh=mesh, check_vma=False, **specs)
+    program = jax.make_jaxpr(mapped)(np.ones((20, 3), np.float32)).jaxpr
+    return Counter(eqn.primitive.name for eqn in all_equations(program))
+
+
+def test_where_xla_has_the_operation_no_row_is_gathered():
+    """A ragged all-to-all of the rows there, and of their cotangents back."""
+    found = collectives_of(lambda fun: fun, native=True)
+    assert found["ragged_all_to_all"] == 2 and found["all_gather"] == 0
+    found = collectives_of(lambda fun: fun, native=False)
+    assert found["ragged_all_to_all"] == 0 and found["all_gather"] == 2 * 4
+
+
+@pytest.mark.parametrize("names", [(), ("expert_exchange",)])
+def test_rows_that_are_saved_by_their_name_are_not_sent_again(names):
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    found = collectives_of(functools.partial(jax.checkpoint, policy=policy), native=True)
+    assert found["ragged_all_to_all"] == (2 if names else 3)
 
 
 @pytest.mark.parametrize("target", ["h100:1x8", "tpu-v5e:2x4"])

@@ -1,0 +1,29 @@
+"""Other programs, such as a driver's, which may hang."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+
+
+def output_of(words: Sequence[str], seconds: float) -> tuple[str, int]:
+    """Returns what a program prints, and its exit code.
+
+    Waits for no program that cannot be killed, as `subprocess.run` does: while a driver hangs, its
+    programs do not end.
+
+    Raises:
+      OSError: it cannot run.
+      subprocess.TimeoutExpired: it runs longer than this.
+    """
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        return process.communicate(timeout=seconds)[0], process.returncode
+    except BaseException:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1.0)
+        raise
