@@ -88,9 +88,8 @@ def with_scalars(row: jax.Array, parts: Components, batch: Any, plan: Plan) -> j
     Those of the state are the step number, random keys and hyperparameters, such as a learning
     rate. Each device computes the checksums from its own copies, inside the program.
     """
-    own = () if plan.bytes_per_device["host"] else parts.opt_state
     number = partial(_checksum, step=parts.step, bits=_bits(plan.group.devices))
-    state, given = number((parts.step, own, parts.non_trainable)), number(batch)
+    state, given = number((parts.step, parts.opt_state, parts.non_trainable)), number(batch)
     columns = jnp.stack([state, state * state, given, given * given])
     return jnp.concatenate([row, jnp.broadcast_to(columns, (len(row), 4))], axis=1)
 

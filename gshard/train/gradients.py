@@ -361,5 +361,6 @@ def _check_params(params: Any, plan: Plan) -> None:
         if plan.precision is not None and x.dtype != layout.dtype:
             raise GShardError(
                 f"the parameter {layout.path} is {x.dtype}, and the plan computes with "
-                f"{layout.dtype}. Pass state.params, which precision= has cast."
+                f"{layout.dtype}. Pass state.params, which precision= has cast, or cast what you "
+                f"computed from them: x.astype(jnp.{layout.dtype})."
             )

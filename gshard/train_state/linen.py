@@ -38,6 +38,7 @@ from gshard.train_state.frozen import (
     updated,
     without_frozen,
 )
+from gshard.train_state.initial import initial
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,12 @@ class Linen(Kind):
         return kind
 
     def narrow(self, state: Any) -> Any:
-        tx = thawed(state.tx, self.frozen)
+        tx, trained = thawed(state.tx, self.frozen), self.trained(updated(state.params))
+        if state.opt_state is None:  # of `(params, tx)`
+            return state.replace(tx=tx, opt_state=initial(tx, trained))
         if not self.frozen:
             return state
-        opt_state = trained_opt_state(tx, self.trained(updated(state.params)), state.opt_state)
-        return state.replace(tx=tx, opt_state=opt_state)
+        return state.replace(tx=tx, opt_state=trained_opt_state(tx, trained, state.opt_state))
 
     def split(self, state: Any) -> Components:
         known = ("params", "opt_state", "step")

@@ -221,7 +221,7 @@ def of_the_old_state(rank: int) -> Any:
     return float(metrics["loss"])
 
 
-def hyperparameter(level: str) -> Callable[[int], Any]:
+def hyperparameter(level: str, **options: Any) -> Callable[[int], Any]:
     """Each process sets a learning rate of its own."""
 
     def misuse(rank: int) -> Any:
@@ -231,7 +231,7 @@ def hyperparameter(level: str) -> Callable[[int], Any]:
         from tests.misuses import small
 
         tx = optax.inject_hyperparams(optax.sgd)(0.1)
-        state, plan = small.shard(small.linen(tx), level)
+        state, plan = small.shard(small.linen(tx), level, **options)
         step = gshard.make_train_step(small.loss_fn, plan, donate=False)
         for _ in range(4):
             inner = state.opt_state.inner
@@ -638,6 +638,9 @@ ROWS: dict[str, Row] = {
     ),
     "a learning rate of its own on each process, os_g": refused(
         hyperparameter("os_g"), "a learning rate"
+    ),
+    "a learning rate of its own on each process, in host memory": refused(
+        hyperparameter("os", offload=True), "a learning rate"
     ),
     "ZeroRedundancyOptimizer: another learning rate from a step on": refused(
         rate_of_one(4), "call 4", "learning_rate=0.2 in group 0 on process"

@@ -308,6 +308,32 @@ def test_integers_are_carried_without_being_named(expected):
     assert np.abs(found["Lora_1"]["base"] - by_path()["Lora_1/base"]).max() > 0
 
 
+@pytest.mark.parametrize("name", ["prodigy", "dog"])
+def test_the_first_state_of_an_optimizer_is_made_of_what_is_trained(name):
+    """It has a scalar of all parameters: a norm, or one of their common dtype, which was int32."""
+    rng = np.random.default_rng(0)
+    trained = {"w": rng.normal(size=(8, 4)).astype(np.float32)}
+    fixed = {"base": 100 * np.ones((8, 8), np.float32), "order": np.arange(8)[::-1].copy()}
+
+    def loss(params, x):
+        x = (x @ fixed["base"])[:, params.get("order", fixed["order"])]
+        return jnp.square(jnp.tanh(x @ params["w"]) - 1).mean()
+
+    tx, x = getattr(optax.contrib, name)(), rng.normal(size=(9, 8)).astype(np.float32) / 100
+    wanted, opt_state = trained, tx.init(trained)
+    options = {"frozen": "base", "min_shard_size": 0}
+    state, plan = gshard.shard_train_state(({**trained, **fixed}, tx), mesh(), "os", **options)
+    step = gshard.make_train_step(loss, plan)
+    for _ in range(3):
+        grads = jax.grad(loss)(wanted, x)
+        updates, opt_state = tx.update(grads, opt_state, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+        state, _ = step(state, x)
+    assert np.abs(wanted["w"] - trained["w"]).max() > 1e-7
+    moved = gshard.full_params(state)["w"] - trained["w"]
+    np.testing.assert_allclose(moved, wanted["w"] - trained["w"], rtol=1e-3, atol=1e-9)
+
+
 class NnxNet(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.first = nnx.LoRALinear(7, 13, lora_rank=2, rngs=rngs)

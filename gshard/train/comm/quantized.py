@@ -85,7 +85,9 @@ def _scales(wide: jax.Array, how: BlockCodes) -> jax.Array:
     blocks = padded(jnp.abs(wide), dim, count * length)
     blocks = blocks.reshape(*shape[:dim], count, length, *shape[dim + 1 :])
     # At least a last place of bfloat16 (2^-8) above, so that rounding does not make it smaller.
-    return (blocks.max(dim + 1) * ((1 + 2**-8) / LARGEST[how.dtype])).astype(jnp.bfloat16)
+    scales = (blocks.max(dim + 1) * ((1 + 2**-8) / LARGEST[how.dtype])).astype(jnp.bfloat16)
+    # A subnormal number has fewer bits: rounded down, codes would not fit.
+    return jnp.where(scales < jnp.finfo(jnp.bfloat16).tiny, 0, scales)
 
 
 def _each(scales: jax.Array, how: BlockCodes, size: int) -> jax.Array:

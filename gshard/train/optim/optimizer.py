@@ -293,7 +293,7 @@ def _refuse_other_state(plan: Plan, error: Exception | None = None) -> None:
 def _raise_optimizer_error(error: Exception) -> None:
     """Raises a readable error when an optimizer needs more than a train step gives it."""
     said = str(error)
-    if "batch dimension" in said:
+    if "batch dimension in the 0th axis" in said:  # as optax says it
         raise GShardError(
             "the optimizer needs one gradient per example, and gshard has only their mean. "
             "Remove what needs one, such as optax.contrib.differentially_private_aggregate. optax "
