@@ -1,6 +1,6 @@
 """What a step's safeguards cost: the step as users call it, and its compiled program alone.
 
-    python -m benchmarks.safeguards [--processes 1 2] [--levels os p_g_os] [--pairs 10]
+    python -m benchmarks.safeguards [--processes 1 2] [--levels os p_g_os] [--examples 4]
 
 With them: numbered batches of a `DataLoader`, comparison of programs and batches, checks of the
 arguments, a watchdog, a status file as `gshard launch` has it, and at `os` a comparison of replicas
@@ -33,19 +33,20 @@ from benchmarks.timing import in_turn, ratio
 STEPS = 10  # for each command
 
 
-def program(model: str, devices: int, level: str, guarded: bool) -> Callable[[], float]:
+def program(args: argparse.Namespace, level: str, guarded: bool) -> Callable[[], float]:
     """A function that runs `STEPS` steps and returns the last loss."""
+    devices = args.devices
     on_cpu(devices // size())
     if size() > 1:
         own = {} if guarded else {"hang_timeout": 0}
         gshard.distributed.initialize(os.environ[ADDRESS], size(), rank(), **own)
-    problem = PROBLEMS[model]()
+    problem = PROBLEMS[args.model]()
     pair = (problem.params, optax.adamw(1e-3))
     scan_axes = {f"{stack}/": 0 for stack in problem.stacks} or None
     state, plan = gshard.shard_train_state(pair, gshard.make_mesh(), level, scan_axes=scan_axes)
     replicas = 100 if guarded and level in ("dp", "os") else None
     step = gshard.make_train_step(problem.loss_fn, plan, check_replicas=replicas)
-    total = 4 * devices
+    total = args.examples * devices
     data = problem.batch(STEPS * total)
     loader = gshard.DataLoader(data, total, plan, shuffle=False)
     batches: Iterator[Any] = itertools.cycle(list(loader))
@@ -76,6 +77,7 @@ def pair(args: argparse.Namespace, processes: int, level: str) -> tuple[float, f
             for name in ("with", "without"):
                 given = ["--serve", name, "--levels", level, "--status", f"{folder}/status"]
                 given += ["--model", args.model, "--devices", str(args.devices)]
+                given += ["--examples", str(args.examples)]
                 groups[name] = ProcessGroup("benchmarks.safeguards", given, processes)
             seconds = in_turn({name: group.step for name, group in groups.items()}, args.rounds)
             for group in groups.values():
@@ -106,6 +108,7 @@ def main() -> None:
     parser.add_argument("--levels", nargs="*", default=["os", "p_g_os"])
     parser.add_argument("--model", choices=PROBLEMS, default="gpt")
     parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--examples", type=int, default=4, help="of a device in a step")
     parser.add_argument("--pairs", type=int, default=10, help="pairs of new processes to time")
     parser.add_argument("--rounds", type=int, default=20, help="of ten steps each, in a pair")
     parser.add_argument("--serve", choices=("with", "without"), help=argparse.SUPPRESS)
@@ -122,7 +125,7 @@ def main() -> None:
         os.environ["GSHARD_STATUS_FILE"] = str(status)
 
     def make() -> tuple[Callable[[], float], Callable[[], None]]:
-        return program(args.model, args.devices, args.levels[0], guarded), check
+        return program(args, args.levels[0], guarded), check
 
     def check() -> None:
         steps = int(status.read_bytes().split()[0]) if guarded else 1
