@@ -25,5 +25,5 @@ def output_of(words: Sequence[str], seconds: float) -> tuple[str, int]:
     except BaseException:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(1.0)
+            process.communicate(timeout=1.0)
         raise

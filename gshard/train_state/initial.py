@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,6 +11,10 @@ from jax import core as jax_core
 from jax.extend.core import Literal
 
 from gshard._util.jaxpr import JIT, bind, called, evaluate
+
+
+class NotMade(NamedTuple):
+    """In place of the optimizer state of `(params, tx)`, until it is known what is trained."""
 
 
 def initial(tx: Any, trained: Any) -> Any:

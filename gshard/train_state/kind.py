@@ -20,6 +20,7 @@ from gshard._util.errors import GShardError, place_of
 from gshard._util.pytree import check_array, flatten, path_of
 from gshard.train_state.components import Kind
 from gshard.train_state.frozen import updated
+from gshard.train_state.initial import NotMade
 from gshard.train_state.linen import Linen
 
 
@@ -64,7 +65,7 @@ def as_state(state: Any) -> Any:
         trained = updated(params)
         for path, x in zip(*flatten(trained)[:2], strict=True):
             check_array(x, f"the parameter {path}")
-        fields: dict[str, Any] = {"apply_fn": None, "opt_state": None}  # `narrow` makes it
+        fields: dict[str, Any] = {"apply_fn": None, "opt_state": NotMade()}
         return TrainState(step=0, params=params, tx=tx, **fields)
     return state
 

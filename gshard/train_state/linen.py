@@ -38,7 +38,7 @@ from gshard.train_state.frozen import (
     updated,
     without_frozen,
 )
-from gshard.train_state.initial import initial
+from gshard.train_state.initial import NotMade, initial
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Linen(Kind):
 
     def narrow(self, state: Any) -> Any:
         tx, trained = thawed(state.tx, self.frozen), self.trained(updated(state.params))
-        if state.opt_state is None:  # of `(params, tx)`
+        if isinstance(state.opt_state, NotMade):
             return state.replace(tx=tx, opt_state=initial(tx, trained))
         if not self.frozen:
             return state

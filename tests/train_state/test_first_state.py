@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.train_state import as_state
+from gshard.train_state.initial import initial
 
 PARAMS = {"w": np.full((24, 40), 0.3, np.float32), "b": jnp.ones(7, jnp.bfloat16)}
 
@@ -50,7 +50,7 @@ def with_weak_types() -> optax.GradientTransformation:
     ],
 )
 def test_it_is_what_init_makes(tx: Any) -> None:
-    found, expected = as_state((PARAMS, tx)).opt_state, tx.init(PARAMS)
+    found, expected = initial(tx, PARAMS), tx.init(PARAMS)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert jax.typeof(x) == jax.typeof(y)
@@ -58,7 +58,7 @@ def test_it_is_what_init_makes(tx: Any) -> None:
 
 
 def test_moments_take_no_memory_and_are_on_no_device() -> None:
-    moments = as_state((PARAMS, optax.adamw(1e-3))).opt_state[0]
+    moments = initial(optax.adamw(1e-3), PARAMS)[0]
     for x in jax.tree.leaves((moments.mu, moments.nu)):
         assert isinstance(x, np.ndarray) and not any(x.strides)
 
@@ -66,5 +66,5 @@ def test_moments_take_no_memory_and_are_on_no_device() -> None:
 def test_moments_of_sharded_parameters_are_sharded_alike() -> None:
     sharding = NamedSharding(gshard.make_mesh(), jax.P(None, "shard"))
     params = {"w": jax.device_put(PARAMS["w"], sharding)}
-    moments = as_state((params, optax.adamw(1e-3))).opt_state[0]
+    moments = initial(optax.adamw(1e-3), params)[0]
     assert moments.mu["w"].sharding == moments.nu["w"].sharding == sharding
