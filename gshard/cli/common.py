@@ -351,8 +351,7 @@ def levels_here(config: Config, command: str, doing: str) -> Iterator[tuple[str,
         except RuntimeError as error:
             raise GShardError(
                 f"gshard {command} needs {count} devices, this process has {len(devices)}, and "
-                f"JAX_PLATFORMS={jax.config.jax_platforms} leaves out the virtual ones of the CPU. "
-                "Unset it, or give --devices."
+                "JAX_PLATFORMS leaves out the virtual ones of the CPU. Unset it, or give --devices."
             ) from error
     if len(devices) < count:
         raise GShardError(
