@@ -283,7 +283,8 @@ def shard_and_advise(
             "first."
         )
     kind = kind.freeze(template, wanted["frozen"], frozen_paths)
-    given, template = kind.narrow(given), kind.narrow(template)
+    given = kind.narrow(given)
+    template = abstract_like(given)
     parts = kind.split(given)
     refuse_padding(parts.params)
     refuse_padding(parts.non_trainable)

@@ -54,7 +54,10 @@ def kind_of(state: Any) -> Kind:
 
 
 def as_state(state: Any) -> Any:
-    """Converts `(params, tx)` to a `TrainState` without `apply_fn`; returns other states as is."""
+    """Converts `(params, tx)` to a `TrainState` without `apply_fn`; returns other states as is.
+
+    `Kind.narrow` makes its optimizer state.
+    """
     if (
         isinstance(state, tuple)
         and len(state) == 2

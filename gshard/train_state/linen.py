@@ -60,12 +60,14 @@ class Linen(Kind):
         return kind
 
     def narrow(self, state: Any) -> Any:
-        tx, trained = thawed(state.tx, self.frozen), self.trained(updated(state.params))
-        if isinstance(state.opt_state, NotMade):
-            return state.replace(tx=tx, opt_state=initial(tx, trained))
-        if not self.frozen:
+        tx, not_made = thawed(state.tx, self.frozen), isinstance(state.opt_state, NotMade)
+        if not (self.frozen or not_made):
             return state
-        return state.replace(tx=tx, opt_state=trained_opt_state(tx, trained, state.opt_state))
+        trained = self.trained(updated(state.params))
+        opt_state = (
+            initial(tx, trained) if not_made else trained_opt_state(tx, trained, state.opt_state)
+        )
+        return state.replace(tx=tx, opt_state=opt_state)
 
     def split(self, state: Any) -> Components:
         known = ("params", "opt_state", "step")

@@ -77,8 +77,8 @@ def transfers_over(
         if name in COLLECTIVES and axis in names_in(params):
             kind, operand, result = COLLECTIVES[name], eqn.invars[0].aval, eqn.outvars[0].aval
             # One side of a ragged all-to-all has room for the rows of all devices.
-            full = min if name == "ragged_all_to_all" else max
-            aval = full(operand, result, key=size_in_bytes)
+            chosen = min if name == "ragged_all_to_all" else max
+            aval = chosen(operand, result, key=size_in_bytes)
             one = Transfer.of(aval, kind, 0, operation or name, line)
             pairs = tuple(map(tuple, params["perm"])) if name == "ppermute" else None
             found[dataclasses.replace(one, axes=names_in(params), pairs=pairs)] += times
