@@ -10,8 +10,8 @@ from contextlib import suppress
 def output_of(words: Sequence[str], seconds: float) -> tuple[str, int]:
     """Returns what a program prints, and its exit code.
 
-    Waits for no program that cannot be killed, as `subprocess.run` does: while a driver hangs, its
-    programs do not end.
+    Unlike `subprocess.run` it does not wait for a program that cannot be killed, such as that of a
+    driver that hangs.
 
     Raises:
       OSError: it cannot run.

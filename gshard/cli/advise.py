@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -14,7 +13,7 @@ from gshard.analysis.calibration import read_calibration
 from gshard.analysis.config import Config
 from gshard.analysis.expert_axes import expert_axes
 from gshard.analysis.html.page import page
-from gshard.analysis.tune import Option, Verdict, advise, best_of_each, bits_to_save
+from gshard.analysis.tune import Verdict, advise, best_of_each, bits_to_save
 from gshard.analysis.tune_report import advice_rows, advice_text, base_of
 from gshard.cli import common
 from gshard.cli.output import NO, YES, tell
@@ -51,16 +50,16 @@ def main(words: list[str]) -> int:
 def _as_advised(config: Config, found: Sequence[Verdict]) -> Config:
     """A config with the first option's replicas, choices and arguments, at the levels of such."""
     first = found[0].option
-    shared = [x.option.level for x in found if _arguments(x.option) == _arguments(first)]
+    shared = {
+        x.option.level
+        for x in found
+        if (x.option.replica, x.option.arguments) == (first.replica, first.arguments)
+    }
     levels = tuple(level for level in config.levels if level in shared)
     arguments = {**config.arguments, **first.arguments}
     return dataclasses.replace(
         config, replica=first.replica, choices=first.choices, arguments=arguments, levels=levels
     )
-
-
-def _arguments(option: Option) -> tuple[int, Mapping[str, Any]]:
-    return option.replica, option.arguments
 
 
 def _advise(given: Namespace, config: Config) -> common.Answer:

@@ -43,9 +43,11 @@ class SafeWriter:
         except Exception as error:
             if not self._has_warned:
                 self._has_warned = True
+                failed = getattr(self._writer, "has_failed", False)
+                later = "nothing more is written" if failed else "so do later attempts to write"
                 warn(
                     f"gshard.Metrics: {self._name} could not write: {type(error).__name__}: "
-                    f"{error}. Training goes on, and so do later attempts to write."
+                    f"{error}. Training goes on, and {later}."
                 )
 
 
@@ -124,11 +126,11 @@ class WandB(_Own):
 
     def __init__(self, folder: Path | None):
         self._folder, self._run, self._is_mine = folder, None, False
-        self._has_failed = False
+        self.has_failed = False
 
     def write_scalars(self, step: int, scalars: Scalars) -> None:
         """Logs the scalars of a step; nothing once a run could not begin, which takes long."""
-        if self._has_failed:
+        if self.has_failed:
             return
         import wandb  # pyright: ignore[reportMissingImports]
 
@@ -137,9 +139,9 @@ class WandB(_Own):
         if self._run is None:
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-            self._has_failed = True
+            self.has_failed = True
             self._run = wandb.init(dir=self._folder)
-            self._has_failed = False
+            self.has_failed = False
         self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:
