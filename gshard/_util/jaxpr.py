@@ -41,7 +41,7 @@ COLLECTIVES = {  # primitives, and HLO's names of what they do
 _PLAIN = frozenset({bool, int, float, str, type(None)})  # parameters without a jaxpr
 CALLED = (JIT, "closed_call", "eval_jaxpr")  # the last two are one: before and since JAX 0.12
 _CALLS = (*CALLED, CHECKPOINT, "custom_jvp_call", CUSTOM_VJP, "linear_call")
-_BODIES = ("jaxpr", "call_jaxpr", "callee")  # what calls name their inner jaxpr
+_BODIES = ("jaxpr", "call_jaxpr", "callee")  # parameters in which calls have an inner jaxpr
 
 
 def body_of(eqn: Any) -> tuple[Any, Sequence[Any]]:

@@ -25,5 +25,7 @@ def output_of(words: Sequence[str], seconds: float) -> tuple[str, int]:
     except BaseException:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=1.0)
+            process.wait(1.0)
+        if process.stdout is not None:
+            process.stdout.close()
         raise

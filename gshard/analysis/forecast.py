@@ -152,7 +152,7 @@ def forecast(
                 raise
             raise GShardError(
                 f"level {name}: {error} To plan the levels before it, pass "
-                f"levels={','.join(found)}."
+                f"levels={','.join(found)!r}."
             ) from error
         batch = batch_bytes(setup, plan, choices)
         level = level_forecast(plan, choices, batch, devices_per_node)

@@ -17,6 +17,7 @@ from gshard.analysis.tune import Verdict, advise, best_of_each, bits_to_save
 from gshard.analysis.tune_report import advice_rows, advice_text, base_of
 from gshard.cli import common
 from gshard.cli.output import NO, YES, tell
+from gshard.sharding.level import LEVELS
 
 _EXAMPLES = """examples:
   gshard advise llama-7b --target h100:32x8
@@ -48,18 +49,17 @@ def main(words: list[str]) -> int:
 
 
 def _as_advised(config: Config, found: Sequence[Verdict]) -> Config:
-    """A config with the first option's replicas, choices and arguments, at the levels of such."""
+    """The config with replicas and arguments of the first option, where the levels allow these."""
     first = found[0].option
-    shared = {
+    replica = first.replica if LEVELS[first.level].shards_opt_state else config.replica
+    possible = {
         x.option.level
         for x in found
-        if (x.option.replica, x.option.arguments) == (first.replica, first.arguments)
+        if x.option.arguments == first.arguments and x.option.replica in (1, replica)
     }
-    levels = tuple(level for level in config.levels if level in shared)
+    levels = tuple(name for name in config.levels if name in possible)
     arguments = {**config.arguments, **first.arguments}
-    return dataclasses.replace(
-        config, replica=first.replica, choices=first.choices, arguments=arguments, levels=levels
-    )
+    return dataclasses.replace(config, replica=replica, arguments=arguments, levels=levels)
 
 
 def _advise(given: Namespace, config: Config) -> common.Answer:

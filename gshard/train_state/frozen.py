@@ -66,13 +66,20 @@ def trained_opt_state(tx: optax.GradientTransformation, trained: Any, opt_state:
     paths, leaves, structure = flatten(jax.eval_shape(tx.init, trained))
     have = dict(zip(*flatten(opt_state)[:2], strict=True))
     pairs = zip(paths, leaves, strict=True)
-    wrong = [path for path, x in pairs if path not in have or jnp.shape(have[path]) != x.shape]
+    wrong = [path for path, x in pairs if path not in have or not _fits(have[path], x)]
     if wrong:
         raise GShardError(
             f"the optimizer state has no {some(wrong)} for the parameters that are trained. Make "
-            "it with this optimizer: tx.init(params)."
+            "it with this optimizer: tx.init(params). Or pass (params, tx), whose state is made "
+            "of these parameters alone."
         )
     return jax.tree.unflatten(structure, [have[path] for path in paths])
+
+
+def _fits(x: Any, wanted: jax.ShapeDtypeStruct) -> bool:
+    """Whether it has the shape, and is a number of the kind: an integer may be a rounded float."""
+    kinds = [jnp.issubdtype(dtype, jnp.inexact) for dtype in (jnp.result_type(x), wanted.dtype)]
+    return jnp.shape(x) == wanted.shape and kinds[0] == kinds[1]
 
 
 class Frozen(optax.GradientTransformationExtraArgs):

@@ -10,7 +10,9 @@ import numpy as np
 from jax import core as jax_core
 from jax.extend.core import Literal
 
+from gshard._util.errors import GShardError
 from gshard._util.jaxpr import JIT, bind, called, evaluate
+from gshard._util.tracebacks import line_of_error
 
 
 class NotMade(NamedTuple):
@@ -25,7 +27,7 @@ def initial(tx: Any, trained: Any) -> Any:
     """
     leaves = jax.tree.leaves(trained)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-        return jax.eval_shape(tx.init, trained)
+        return _abstract(tx, trained)
     if any(isinstance(x, jax_core.Tracer) for x in leaves) or any(
         isinstance(x, jax.Array) and not x.is_fully_replicated for x in leaves
     ):  # zeros take the sharding of the parameters
@@ -36,6 +38,18 @@ def initial(tx: Any, trained: Any) -> Any:
         return tx.init(trained)
     state = evaluate(closed.jaxpr, closed.consts, leaves, _on_host_where_constant)
     return jax.tree.unflatten(jax.tree.structure(shapes), state)
+
+
+def _abstract(tx: Any, trained: Any) -> Any:
+    try:
+        return jax.eval_shape(tx.init, trained)
+    except GShardError:
+        raise
+    except Exception as error:
+        at, said = line_of_error(error), str(error).strip().split("\n")[0]
+        raise GShardError(
+            f"the optimizer's init fails{at and f' at {at}'}: {type(error).__name__}: {said}"
+        ) from error
 
 
 def _on_host_where_constant(eqn: Any, values: list[Any]) -> Sequence[Any]:

@@ -510,3 +510,14 @@ def test_a_plan_at_another_level_takes_every_name():
     assert plan.at_level("zero3").level.name == plan.at_level(3).level.name == "p_g_os"
     with pytest.raises(gshard.GShardError, match="Did you mean 'p_g_os'"):
         plan.at_level("p_g_oss")
+
+
+def test_a_level_that_is_not_possible_is_named_with_those_before_it():
+    """The layer dimension can be sharded where no scan gathers the layers."""
+    setup = dataclasses.replace(
+        setups.mlp(), shard={"rules": {"layers": 0}, "scan_axes": {"layers": 0}}
+    )
+    said = r"level p_g_os: .*iterates over that dimension.* pass levels='dp,os,os_g'\."
+    with pytest.raises(gshard.GShardError, match=said):
+        gshard.forecast(setup, 3)
+    assert [*gshard.forecast(setup, 3, levels="dp,os,os_g").levels] == ["dp", "os", "os_g"]

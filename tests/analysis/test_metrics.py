@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import struct
+import subprocess
+import sys
 import time
 import weakref
 
@@ -611,6 +614,29 @@ def test_wandb_offline(tmp_path, monkeypatch):
     while b"loss" not in file.read_bytes():
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+def test_a_run_of_wandb_that_cannot_begin_is_not_tried_again(tmp_path):
+    """In a process of its own: wandb reads its variables once."""
+    pytest.importorskip("wandb")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import gshard\n"
+        "with gshard.Metrics('run', every=1, writers=['wandb']) as metrics:\n"
+        "    for number in range(8):\n"
+        "        metrics.step({'loss': 1.5}, number=number)\n"
+        "    writer = metrics._writers[-1]._writer\n"
+        "    assert writer.has_failed and writer._run is None\n"
+    )
+    variables = {"WANDB_MODE": "online", "WANDB_INIT_TIMEOUT": "1", "WANDB_API_KEY": "0" * 40}
+    variables["WANDB_BASE_URL"] = "http://127.0.0.1:9"  # nobody listens there
+    command = [sys.executable, str(script)]
+    done = subprocess.run(
+        command, env=os.environ | variables, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Training goes on, and nothing more is written.") == 1
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 8
 
 
 @pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb")])

@@ -488,3 +488,13 @@ def test_a_page_has_the_levels_as_the_first_option_trains_them(tmp_path, capsys)
     assert main([*words, "--html", str(page)]) == 0
     assert f"wrote {page}" in capsys.readouterr().err
     assert "Plan of tests.setups:quantized" in page.read_text()
+
+
+@pytest.mark.parametrize("replica", ["1", "2"])
+def test_a_page_has_all_levels_that_are_possible(replica, tmp_path, capsys):
+    page = tmp_path / "advice.html"
+    words = ["advise", "tests.setups:mlp", "--target", "h100:1x8", "--replica", replica]
+    assert main([*words, "--html", str(page)]) == 0
+    assert "changes nothing" not in capsys.readouterr().err  # options of one level at another
+    levels = {"dp", "os", "os_g", "p_g_os"}
+    assert {name for name in levels if f"<dt>{name}</dt>" in page.read_text()} == levels

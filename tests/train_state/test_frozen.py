@@ -334,6 +334,32 @@ def test_the_first_state_of_an_optimizer_is_made_of_what_is_trained(name):
     np.testing.assert_allclose(moved, wanted["w"] - trained["w"], rtol=1e-3, atol=1e-9)
 
 
+def test_a_state_whose_scalars_were_made_of_integers_is_refused():
+    params = {"w": np.ones((8, 4), np.float32), "order": np.arange(8)}
+    state = TrainState.create(apply_fn=None, params=params, tx=optax.contrib.prodigy())
+    with pytest.raises(gshard.GShardError, match=r"no estim_lr.*Or pass \(params, tx\)"):
+        gshard.shard_train_state(state, mesh(), "os", min_shard_size=0)
+
+
+def test_an_optimizer_may_have_an_array_that_the_init_function_made():
+    """Its state is made when the function has returned."""
+
+    def init():
+        params = {"w": jnp.ones((8, 4))}
+        return params, optax.inject_hyperparams(optax.sgd)(params["w"][0, 0] / 10)
+
+    state, _ = gshard.shard_train_state(init, mesh(), "os", min_shard_size=0)
+    assert abs(float(state.opt_state.inner.hyperparams["learning_rate"]) - 0.1) < 1e-7
+
+
+def test_an_optimizer_that_refuses_the_parameters_of_an_init_function_is_named():
+    tx = optax.partition({"a": optax.sgd(0.1)}, {"w": "b"})
+    with pytest.raises(
+        gshard.GShardError, match="the optimizer's init fails.*ValueError: Some parameters"
+    ):
+        gshard.shard_train_state(lambda: ({"w": jnp.ones((8, 4))}, tx), mesh(), "os")
+
+
 class NnxNet(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.first = nnx.LoRALinear(7, 13, lora_rank=2, rngs=rngs)

@@ -1,4 +1,4 @@
-"""An exchange of rows in which each device sends a different number of them to each other device.
+"""An exchange of rows in which each device sends any number of them to each other device.
 
 The tokens of experts without capacity are such rows.
 """
