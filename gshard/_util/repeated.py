@@ -45,19 +45,17 @@ class RepeatedEquations:
                 reached.update(v for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact))
                 if id(eqn) in self._kinds:
                     kinds[id(eqn)] = self._kinds[id(eqn)]
-        known = {kind: _equation(kind) for kind in kinds.values()}
-        for kind, count in Counter(kinds.values()).items():
-            known[kind].count += count
-        self._known = {i: known[kind] for i, kind in kinds.items() if known[kind].count >= LEAST}
+        often = Counter(kinds.values())  # of this jaxpr alone: whatever was traced before it
+        self._known = {i: _call(kind) for i, kind in kinds.items() if often[kind] >= LEAST}
 
     def bind(self, eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
         """Evaluates an equation like `bind`."""
-        known = self._known.get(id(eqn))
-        if known is None:
+        call = self._known.get(id(eqn))
+        if call is None:
             return bind(eqn, values)
         pairs = zip(eqn.invars, values, strict=True)
         with eqn.ctx.manager:
-            return known.call([x for v, x in pairs if not isinstance(v, Literal)])
+            return call([x for v, x in pairs if not isinstance(v, Literal)])
 
     def runs(self, alone: Callable[[Any], bool]) -> Iterator[Run]:
         """Divides the equations into runs, in order; an equation that is `alone` is in no call.
@@ -150,16 +148,14 @@ def _calls(key: tuple[Any, ...]) -> Any:
     return jax.jit(repeated, inline=INLINE_LATE)
 
 
-class _Equation:
-    """All equations of a kind, and how many of them were seen."""
+@lru_cache(maxsize=4096)
+def _call(kind: tuple[Any, ...]) -> Any:
+    """Returns what computes equations of this kind."""
 
-    def __init__(self, kind: tuple[Any, ...]):
-        self.count = 0
+    def repeated(values: list[Any]) -> list[Any]:
+        return _apply(kind, values)
 
-        def repeated(values: list[Any]) -> list[Any]:
-            return _apply(kind, values)
-
-        self.call = jax.jit(repeated, inline=INLINE_LATE)
+    return jax.jit(repeated, inline=INLINE_LATE)
 
 
 def _apply(kind: tuple[Any, ...], values: Sequence[Any]) -> list[Any]:
@@ -178,11 +174,6 @@ class _Constant:
     aval: Any
     bits: bytes
     value: Any = field(compare=False)
-
-
-@lru_cache(maxsize=4096)
-def _equation(kind: tuple[Any, ...]) -> _Equation:
-    return _Equation(kind)
 
 
 def _kind_of(eqn: Any) -> tuple[Any, ...] | None:

@@ -66,6 +66,16 @@ def test_a_run_that_repeats_is_one_call_with_the_same_derivative() -> None:
     np.testing.assert_allclose(alone, found, rtol=1e-6)
 
 
+def test_the_trace_of_a_program_does_not_depend_on_what_was_traced_before() -> None:
+    def fun(x: jax.Array) -> jax.Array:
+        for _ in range(repeated.LEAST - 1):
+            x = jnp.sin(x)
+        return x
+
+    texts = {str(jax.make_jaxpr(lambda x: run(fun, x))(jnp.ones(41))) for _ in range(3)}
+    assert len(texts) == 1, texts
+
+
 def test_runs_keep_to_one_named_scope() -> None:
     def fun(x: jax.Array) -> jax.Array:
         for i in range(repeated.LEAST):
