@@ -109,7 +109,7 @@ RULES = {
     ),
     "train/comm alone calls a collective": (
         boundaries.collective_calls,
-        ("train/comm/", "sequence/collectives.py"),  # the latter for a user's model
+        ("train/comm/", "sequence/collectives.py", "_util/gloo.py"),  # the last are for both
         [
             "from jax import lax\nlax.psum(x, 'd')",
             "jax.lax.all_gather",

@@ -8,6 +8,7 @@ import jax
 from jax import lax
 
 from gshard._util.errors import GShardError
+from gshard._util.gloo import all_gather, reduce_scatter
 from gshard._util.validation import shown
 from gshard.sequence.view import full_axis, sees_full_sequences
 
@@ -71,12 +72,12 @@ def rotate(tree: Any, axis: str, hops: int) -> Any:
 
 def gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """The slices of all devices, one after the other along `dim`."""
-    return lax.all_gather(x, axis, axis=dim, tiled=True)
+    return all_gather(x, axis, dim)
 
 
 def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """This device's slice along `dim` of the sum over devices: the transpose of `gather`."""
-    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return reduce_scatter(x, axis, dim)
 
 
 def exchange(x: jax.Array, axis: str, split: int, concat: int) -> jax.Array:

@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 from optax.contrib import muon
 
 import gshard
+from gshard.train.optim import offload
 from tests.experts import (
     DATA_EXPERT,
     KEEP,
@@ -97,12 +98,17 @@ def test_optimizer_state_of_8_bits():
     assert worst(found[1], exact[1]) < 3 * max(worst(wanted[1], exact[1]), 1e-3)
 
 
-def test_state_in_host_memory():
+def test_state_in_host_memory(monkeypatch):
+    """Experts, whose rows belong to several devices, are not cut into chunks."""
+    monkeypatch.setattr(offload, "GROUP_SIZE", 512)
     loss = mean_loss("one-hot")
     found = trained(DATA_EXPERT, "p_g_os", loss, offload=True)
     wanted = trained(DATA_EXPERT, "p_g_os", loss)
     assert found[2].params["experts"]["up"].on_host
     assert worst(found[1], wanted[1]) < 1e-5
+    state, plan = sharded(DATA_EXPERT, "p_g_os", keep=KEEP, offload=True)
+    audit = gshard.audit(gshard.make_train_step(loss, plan), state, batch())
+    assert audit.exceeded == () and "compiler" not in {x.purpose for x in audit.collectives}
 
 
 def test_matrices_of_another_optimizer_than_the_experts():

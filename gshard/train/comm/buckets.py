@@ -13,12 +13,15 @@ from jax import lax
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
+from gshard._util.gloo import uses_gloo
 from gshard.sharding.group import Group
 from gshard.sharding.layout import Layout
 
 BUCKET_SIZE = 2**23  # elements of a bucket, by default
 MAX_LEAVES = 50  # in a bucket: XLA's compile time grows fast with the operands of a concatenation
 LARGE_LAYER = 2**22  # stacks of layers with at least so many elements are gathered layer by layer
+# Not on CPU, where a collective may overtake the loop over the layers (`loop_order`).
+LAYERED_PLATFORMS = ("gpu", "tpu")
 LARGE_LEAF = 2**17  # elements above which copying a leaf costs more than a collective of its own
 # Between processes on CPU each collective waits for all processes, and long ones are much slower.
 GLOO_BUCKET_SIZE = 2**19
@@ -95,14 +98,10 @@ def default_reduce_bucket(group: Group) -> int:
     return 0 if group.platform == "cpu" and not uses_gloo() else BUCKET_SIZE
 
 
-def layer_size(layout: Layout) -> int:
-    """Returns the elements of a stored layer of a stack sharded on a later dimension, else 0."""
-    return math.prod(layout.stored_shape[layout.dim :]) if layout.dim else 0
-
-
-def uses_gloo() -> bool:
-    """Whether collectives run between processes on CPU."""
-    return jax.process_count() > 1 and jax.default_backend() == "cpu"
+def is_gathered_by_layer(layout: Layout) -> bool:
+    """Whether it is a stack of large layers, sharded on a later dimension."""
+    size = math.prod(layout.stored_shape[layout.dim :]) if layout.dim else 0
+    return size >= LARGE_LAYER and layout.group.platform in LAYERED_PLATFORMS
 
 
 def layer_names(paths: Sequence[str]) -> list[str]:

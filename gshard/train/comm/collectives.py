@@ -23,18 +23,17 @@ from jax import lax
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 
+from gshard._util.gloo import reduce_scatter
 from gshard.sharding.group import Group, Hop
 from gshard.sharding.layout import Layout
 from gshard.train.comm.buckets import (
-    LARGE_LAYER,
     assign_buckets,
-    layer_size,
+    is_gathered_by_layer,
     map_in_buckets,
     ordered_buckets,
     pack,
     split_packed,
     unpack,
-    uses_gloo,
 )
 from gshard.train.comm.quantized import packed, scatter_quantized, unpacked
 
@@ -256,7 +255,7 @@ def all_gather_updated(
     """
     out, rest = list(shards), []
     for i, layout in enumerate(layouts):
-        if into and layer_size(layout) >= LARGE_LAYER:
+        if into and is_gathered_by_layer(layout):
             out[i] = gather_into(into[i], shards[i], layout, purpose)
         else:
             rest.append(i)
@@ -393,11 +392,8 @@ def _all_gather(x: jax.Array, hops: Sequence[Hop], dim: int | None) -> jax.Array
 
 def _psum_scatter(x: jax.Array, group: Group, dim: int | None) -> jax.Array:
     x = _scattered_dim_before_last(x, dim or 0) if group.platform == "tpu" else x
-    for axis, size in zip(group.shard, group.sizes, strict=True):
-        if uses_gloo() and size & (size - 1):
-            x = _sum_after_all_to_all(x, axis, size, dim or 0)
-        else:
-            x = lax.psum_scatter(x, axis, scatter_dimension=dim or 0, tiled=True)
+    for axis in group.shard:
+        x = reduce_scatter(x, axis, dim or 0)
     return x
 
 
@@ -413,13 +409,3 @@ def _scattered_dim_before_last(x: jax.Array, dim: int) -> jax.Array:
     if dim == order[-1]:
         order[-2:] = reversed(order[-2:])
     return with_layout_constraint(x, MemoryLayout(major_to_minor=tuple(order)))
-
-
-def _sum_after_all_to_all(x: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
-    """Reduce-scatters by an all-to-all and a local sum, which sends as many bytes.
-
-    Gloo's reduce-scatter between 3 processes returned wrong sums with JAX 0.10.2, in most calls of
-    a step with several of them (`test_numbers_are_those_of_one_process`).
-    """
-    parts = x.reshape(*x.shape[:dim], size, x.shape[dim] // size, *x.shape[dim + 1 :])
-    return lax.all_to_all(parts, axis, dim, dim).sum(dim, dtype=x.dtype)

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gshard._util.gloo import all_gather, reduce_scatter
+
 _NARROW = (jnp.float16, jnp.bfloat16)
 
 
@@ -86,10 +88,10 @@ def gather_examples(
     """All-gathers a value that is sharded on `dim`, in the order of the global batch."""
     with jax.named_scope("gshard/loss"):
         if outer == 1:
-            return lax.all_gather(shard, tuple(axes), axis=dim, tiled=True)
+            return all_gather(shard, tuple(axes), dim)
         shape = shard.shape
         split = shard.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
-        full = lax.all_gather(split, tuple(axes), axis=dim + 1)
+        full = all_gather(split, tuple(axes), dim + 1, tiled=False)
         full = mirrored(full, dim) if zigzag else full
         return full.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
@@ -104,8 +106,7 @@ def scatter_partial(x: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
     """Returns this device's slice along `dim` of a sum over devices, as `sum_partial` sums."""
     with jax.named_scope("gshard/loss"):
         wide = x.astype(jnp.float32) if x.dtype in _NARROW else x
-        found = lax.psum_scatter(wide, tuple(axes), scatter_dimension=dim, tiled=True)
-        return found.astype(x.dtype)
+        return reduce_scatter(wide, tuple(axes), dim).astype(x.dtype)
 
 
 def sum_partial(x: jax.Array, axes: Sequence[str]) -> jax.Array:

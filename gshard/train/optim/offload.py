@@ -273,7 +273,7 @@ def _in_chunks(group: TransferGroup, jaxpr: Any, layouts: Sequence[Layout]) -> T
     if group.size <= GROUP_SIZE or len(shapes) > 1:
         return group
     of_group = [layouts[i] for i in group.inputs]
-    if any(x.dim == 0 or x.padding or (x.model_axes and x.model_axes[0]) for x in of_group):
+    if any(x.padding or any(tuple(x.spec)[:1]) for x in of_group):  # rows of several devices
         return group
     if any(jaxpr.eqns[number].primitive.name not in _ELEMENTWISE for number in group.equations):
         return group

@@ -97,7 +97,8 @@ def test_all_gather_in_buckets_equals_array_by_array(sizes, bucket):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_layers_of_a_stack_keep_their_order(sizes, dtype, monkeypatch):
-    monkeypatch.setattr(collectives, "LARGE_LAYER", 1)
+    monkeypatch.setattr(buckets, "LARGE_LAYER", 1)
+    monkeypatch.setattr(buckets, "LAYERED_PLATFORMS", ("cpu",))
     mesh = make_mesh(sizes)
     places = layouts(mesh, [(5,), (3, 20), (2, 3, 13), (4, 8, 2)], dtype)
     wholes = values(places, 1)

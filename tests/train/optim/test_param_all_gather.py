@@ -11,7 +11,7 @@ import pytest
 import gshard
 from gshard.analysis.audit import compiled_memory
 from gshard.analysis.hlo import read_program
-from gshard.train.comm import collectives
+from gshard.train.comm import buckets
 from tests.ahead_of_time import found_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the parameters are replicated")
@@ -48,11 +48,17 @@ def divided(level, devices, params=None, **options):
     )
 
 
+def by_layer(monkeypatch, elements):
+    """On CPU too, where so small a loop ends before a collective overtakes it."""
+    monkeypatch.setattr(buckets, "LARGE_LAYER", elements)
+    monkeypatch.setattr(buckets, "LAYERED_PLATFORMS", ("cpu",))
+
+
 @pytest.mark.parametrize("devices", [2, 3, 5, 7])
 @pytest.mark.parametrize("level", ["os", "os_g"])
 def test_numbers_are_those_of_one_device(level, devices, monkeypatch):
     """Neither 24 nor 40 divides by 7: what is padded is cut from every layer."""
-    monkeypatch.setattr(collectives, "LARGE_LAYER", 64)
+    by_layer(monkeypatch, 64)
     state, plan = divided(level, devices)
     step = gshard.make_train_step(loss, plan)
     params, tx = initial(), optax.adamw(1e-2)
@@ -69,7 +75,7 @@ def test_numbers_are_those_of_one_device(level, devices, monkeypatch):
 
 
 def compiled(level, layer, monkeypatch, devices=8, **sizes):
-    monkeypatch.setattr(collectives, "LARGE_LAYER", layer)
+    by_layer(monkeypatch, layer)
     state, plan = divided(level, devices, initial(**sizes))
     batch = np.ones((devices, sizes["width"]), np.float32)
     return gshard.make_train_step(loss, plan).lower(state, batch).compile()
@@ -100,6 +106,15 @@ def test_a_stack_takes_the_memory_of_the_one_it_replaces(level, monkeypatch):
 
 def test_small_layers_stay_in_one_gather(monkeypatch):
     program = compiled("os", 2**15, monkeypatch, layers=12, width=64, wide=256)
+    assert {op.times for op in published(program)} == {1}
+
+
+def test_on_cpu_no_loop_gathers(monkeypatch):
+    """A collective of the gradients could overtake it."""
+    monkeypatch.setattr(buckets, "LARGE_LAYER", 64)
+    state, plan = divided("os", 8)
+    step = gshard.make_train_step(loss, plan, skip_nonfinite=False)
+    program = step.lower(state, np.ones((8, 24), np.float32)).compile()
     assert {op.times for op in published(program)} == {1}
 
 
