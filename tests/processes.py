@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,6 +133,12 @@ def run_workers_once(
     factory: pytest.TempPathFactory, name: str, module: str, *what: str, **sizes: Any
 ) -> list[dict[str, np.ndarray]]:
     """As `run_workers`, once for all of pytest's workers, which share the tests of a file."""
+    folder = once(factory, name, lambda folder: run_workers(folder, module, *what, **sizes))
+    return _saved(folder, sizes.get("processes", 2))
+
+
+def once(factory: pytest.TempPathFactory, name: str, run: Callable[[Path], object]) -> Path:
+    """Runs `run(folder)` once for all of pytest's workers; returns the folder."""
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     folder.mkdir(exist_ok=True)
@@ -141,14 +147,14 @@ def run_workers_once(
         done = folder / "done"
         if not done.exists():
             try:
-                run_workers(folder, module, *what, **sizes)
+                run(folder)
             except Exception as error:  # not again for each test: it may take until time is up
                 done.write_text(f"{type(error).__name__}: {error}")
                 raise
             done.touch()
     if failure := done.read_text():
-        raise AssertionError(f"the processes, which several tests share, have failed: {failure}")
-    return _saved(folder, sizes.get("processes", 2))
+        raise AssertionError(f"the run that several tests share has failed: {failure}")
+    return folder
 
 
 def _saved(folder: Path, processes: int) -> list[dict[str, np.ndarray]]:

@@ -26,7 +26,7 @@ from gshard.analysis.config import read_config
 from gshard.analysis.forecast import abstract_mesh
 from gshard.analysis.setup import load_setup
 from gshard.distributed.launch.exit_status import Readable
-from tests.processes import assert_all_well, run_together, variables
+from tests.processes import assert_all_well, once, run_together, variables
 
 ROOT = Path(__file__).parents[1]
 
@@ -289,28 +289,28 @@ def run_smallest(module, output, name="smallest", *words):
     return ran.stdout
 
 
-IN_ONE_WORKER = pytest.mark.xdist_group("demo")  # which runs it once, with --dist loadgroup
-
-
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """The demo at its smallest, in its own process: what it printed and where it wrote."""
-    output = tmp_path_factory.mktemp("demo")
-    printed = run_smallest("examples.train_gpt", output)
+
+    def run(folder):
+        printed = run_smallest("examples.train_gpt", folder / "output")
+        (folder / "printed.txt").write_text(printed)
+
+    folder = once(tmp_path_factory, "demo", run)
+    output, printed = folder / "output", (folder / "printed.txt").read_text()
     results = json.loads((output / "results.json").read_text())
     runs = [Run(**run) for run in results["runs"]]
     return printed, output, Run(**results["reference"]), runs
 
 
 @pytest.mark.slow
-@IN_ONE_WORKER
 def test_demo_runs_every_level(demo):
     _, _, _, runs = demo
     assert [run.name for run in runs] == ["dp", "os", "os_g", "p_g_os"]
 
 
 @pytest.mark.slow
-@IN_ONE_WORKER
 def test_demo_stays_within_the_budget(demo):
     _, _, _, runs = demo
     for run in runs:
@@ -324,7 +324,6 @@ def test_demo_stays_within_the_budget(demo):
 
 
 @pytest.mark.slow
-@IN_ONE_WORKER
 def test_demo_levels_differ_where_they_should(demo):
     dp, os_, os_g, p_g_os = demo[3]
     assert dp.bytes["optimizer"] > 4 * os_.bytes["optimizer"]
@@ -333,7 +332,6 @@ def test_demo_levels_differ_where_they_should(demo):
 
 
 @pytest.mark.slow
-@IN_ONE_WORKER
 def test_demo_matches_single_device_training(demo):
     _, _, reference, runs = demo
     assert len(reference.losses) == 4
@@ -343,7 +341,6 @@ def test_demo_matches_single_device_training(demo):
 
 
 @pytest.mark.slow
-@IN_ONE_WORKER
 def test_demo_prints_the_table_and_a_sample(demo):
     printed, output, reference, runs = demo
     for run in runs:
@@ -359,7 +356,6 @@ def test_demo_prints_the_table_and_a_sample(demo):
 
 
 @pytest.mark.slow
-@IN_ONE_WORKER
 def test_demo_kills_one_and_says_that_the_losses_are_identical(demo):
     printed = run_smallest("examples.kill_and_resume", demo[1])
     assert "Killed and started again, at p_g_os on 8 devices" in printed

@@ -1,8 +1,8 @@
 """What the quick tier takes, how many workers run it, and the shards of a full run.
 
 A test is slow if it is marked so, if `quick` leaves its case out, or if `slow_cases.txt` lists it:
-cases that took more than a second of processor time, of tests whose other cases are quick, or that
-quick tests stand in for. `scripts/mutate.py` shows that the quick tier still notices every fault.
+cases that took more than a quarter of a second, of tests whose other cases are quick, or that quick
+tests stand in for. `scripts/mutate.py` shows that the quick tier still notices every fault.
 """
 
 from __future__ import annotations
