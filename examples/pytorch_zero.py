@@ -23,7 +23,7 @@ import gshard
 
 
 def loss_fn(model: nnx.Module, x: jax.Array) -> jax.Array:
-    """The mean output: `ddp(inputs).sum().backward()`, but for its size."""
+    """The mean output. PyTorch's recipe takes the sum, which differs by a factor alone."""
     return model(x).mean()
 
 

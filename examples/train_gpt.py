@@ -1,6 +1,6 @@
 """Train a small GPT on the Python standard library, at every level, on virtual CPU devices.
 
-    python -m examples.train_gpt [configs/demo.toml] [--steps 50] [--arguments.width 128] ...
+    python -m examples.train_gpt [configs/demo.toml] [--steps 50] [--arguments.width 120] ...
 
 With several processes, which share the devices, only the first prints. With `--checkpoints FOLDER`
 it saves while it trains, also after SIGTERM (all processes at the same step, exit code 75), and the

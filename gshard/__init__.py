@@ -3,7 +3,8 @@
 The public API is `__all__`, with the names of five modules: `gshard.distributed` (join and start
 processes), `gshard.sequence` (operations of models whose sequences are sharded), `gshard.expert`
 (mixtures of experts), `gshard.paddle` and `gshard.pytorch` (the calls that Paddle's and PyTorch's
-users know).
+users know). `gshard.models` has models to plan with and to train; import it by itself:
+`from gshard.models import llama`.
 """
 
 from __future__ import annotations
@@ -111,14 +112,21 @@ if not TYPE_CHECKING:  # so that type checkers report misspelt names
         import importlib.util
         import sys
 
-        from gshard._util.errors import missing_name
+        from gshard._util.errors import MissingAttributeError, missing_name
 
         if importlib.util.find_spec(f"gshard.{name}") is not None:  # a folder, not imported yet
+            if name == "models":  # no ImportError: `from gshard import models` then imports it
+                raise MissingAttributeError(
+                    "gshard.models is not imported yet. Import it first, such as: "
+                    "from gshard.models import llama."
+                )
             return
-        for place in ("gshard.distributed", "gshard.pytorch", "gshard.paddle"):
-            found = vars(importlib.import_module(place))
+        places = "gshard.distributed", "gshard.pytorch", "gshard.paddle"
+        known = {place: vars(importlib.import_module(place)) for place in places}
+        for place, found in known.items():
             if name in found.get("__all__", ()):
                 raise missing_name("gshard", name, f"It is {place}.{name}.", sys._getframe(2))
+        for place, found in known.items():
             if hint := found.get("_INSTEAD", found.get("INSTEAD", {})).get(name):
                 raise missing_name("gshard", name, f"In {place}: {hint}", sys._getframe(2))
 

@@ -159,7 +159,7 @@ def state_and_plan(like: Any, call: str) -> tuple[Any, Plan]:
     elif like is None:
         raise GShardError(
             f"{call} was given no like=: pass the state that gshard.shard_train_state returned, or "
-            "(abstract state, plan), which says where to place each array."
+            "its plan, which says where to place each array."
         )
     else:
         state, plan = like, plan_of(like, call)

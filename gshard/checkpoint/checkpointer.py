@@ -386,8 +386,8 @@ class Checkpointer:
         Args:
           step: the number of the step; None for the newest that is undamaged. A warning names the
             damaged ones, which the next save sets aside.
-          like: what `shard_train_state` returned: the state, or `(abstract state, plan)`, which
-            holds no arrays. An NNX `(model, optimizer)` is changed in place, and returned.
+          like: what `shard_train_state` returned: the state; or, without arrays, its plan or
+            `(abstract state, plan)`. An NNX `(model, optimizer)` is changed in place, and returned.
           only: a regular expression, or several: restores only the weights whose path contains a
             match, `"."` for all. Other weights, the optimizer's state, the step and typed random
             keys keep their values in `like`, and the checkpoint's optimizer does not matter.

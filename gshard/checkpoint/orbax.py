@@ -129,8 +129,8 @@ def import_orbax(path: str | os.PathLike[str], like: Any, *, cast: bool = False)
     Args:
       path: the folder of the tree, as `StandardCheckpointer` or `PyTreeCheckpointer` wrote it, or
         of a step of a `CheckpointManager`.
-      like: what `shard_train_state` returned for a Linen `TrainState`: the state, or
-        `(abstract state, plan)`.
+      like: what `shard_train_state` returned for a Linen `TrainState`: the state; or, without
+        arrays, its plan or `(abstract state, plan)`.
       cast: True converts arrays of another floating dtype, and of another integer dtype.
 
     Returns:

@@ -25,9 +25,10 @@ _EXAMPLES = """examples:
   gshard advise my_project.model:setup --target tpu-v5e:4x4 --json
   gshard advise gpt2-124m --target h100:1x8 --calibration gpu-check/report.json
 
-Tries every level, replicas of the sharded state, micro-batches for the same examples in a step,
-offloading where nothing else fits, and what [vary] of CONFIG lists, such as remat =
-["none", "full"]. Memory is estimated from the traced step, +-20 %. Times come from a model, and are
+Tries the levels of CONFIG (by default all four), replicas of the sharded state, micro-batches for
+the same examples in a step, gathered parameters that are kept for the backward pass, offload for
+options that do not fit without it, and what [vary] of CONFIG lists, such as remat = ["none",
+"full"]. Memory is estimated from the traced step, +-20 %. Times come from a model, and are
 relative to the first option; with --calibration, which takes the rates that `make gpu-check`
 measured, they are absolute. Options within 5 % are ties, and the simpler comes first. Exits with 1
 when nothing fits, and with 2 when that is not known."""
@@ -49,17 +50,22 @@ def main(words: list[str]) -> int:
 
 
 def _as_advised(config: Config, found: Sequence[Verdict]) -> Config:
-    """The config with replicas and arguments of the first option, where the levels allow these."""
-    first = found[0].option
+    """The config as the first option trains it, without levels that this makes impossible."""
+    first, reshard = found[0].option, config.choices.reshard_after_forward
     replica = first.replica if LEVELS[first.level].shards_opt_state else config.replica
     possible = {
         x.option.level
         for x in found
-        if x.option.arguments == first.arguments and x.option.replica in (1, replica)
+        if x.option.arguments == first.arguments
+        and (x.option.replica == replica or not LEVELS[x.option.level].shards_opt_state)
     }
-    levels = tuple(name for name in config.levels if name in possible)
-    arguments = {**config.arguments, **first.arguments}
-    return dataclasses.replace(config, replica=replica, arguments=arguments, levels=levels)
+    return dataclasses.replace(
+        config,
+        replica=replica,
+        choices=dataclasses.replace(first.choices, reshard_after_forward=reshard),
+        arguments={**config.arguments, **first.arguments},
+        levels=tuple(name for name in config.levels if name in possible),
+    )
 
 
 def _advise(given: Namespace, config: Config) -> common.Answer:

@@ -12,7 +12,7 @@ import threading
 import time
 import tomllib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -213,8 +213,8 @@ _MEANINGS = {
     "accumulate": "how gradients accumulate: level, local, scatter or sync",
     "reshard_after_forward": "true, false, or the number of devices in each sub-group that keeps "
     "parameters sharded until the backward pass",
-    "offload": "store optimizer state and sharded parameters in host memory (without a value, or "
-    "with true)",
+    "offload": "store optimizer state and sharded parameters in host memory: true (the value may "
+    "be left out) or false",
 }
 
 
@@ -255,8 +255,13 @@ def parsed(
     return given
 
 
-def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentParser:
-    """Returns a parser that takes CONFIG, and an option for every key of it."""
+def config_parser(
+    name: str, about: str, examples: str, hidden: Collection[str] = ()
+) -> argparse.ArgumentParser:
+    """Returns a parser that takes CONFIG, and an option for every key of it.
+
+    The help does not list those that are hidden, which the command refuses.
+    """
     parser = command_parser(name, about, examples)
     parser.add_argument("config", metavar="CONFIG", nargs="?",
                         help="a TOML file, a name that `gshard configs` lists, or "
@@ -268,6 +273,7 @@ def config_parser(name: str, about: str, examples: str) -> argparse.ArgumentPars
                         "name as its model, whose code then runs")  # fmt: skip
     for key, meaning in _MEANINGS.items():
         alone: dict[str, Any] = {"nargs": "?", "const": "true"} if key == "offload" else {}
+        meaning = argparse.SUPPRESS if key in hidden else meaning
         group.add_argument(
             f"--{key}", help=meaning, metavar="X", default=argparse.SUPPRESS, **alone
         )

@@ -34,7 +34,7 @@ _OF_THE_STEP = ("accumulate", "reshard_after_forward", "micro_batch_size")
 def main(words: list[str]) -> int:
     """Runs the command with these words; returns the exit code."""
     about = "What takes up the memory of a train state, why, and what would change it."
-    parser = config_parser("gshard explain", about, _EXAMPLES)
+    parser = config_parser("gshard explain", about, _EXAMPLES, hidden=_OF_THE_STEP)
     parser.add_argument("--abstract", action="store_true", help="make no arrays, measure nothing")
     parser.add_argument("--most", default="20", metavar="N",
                         help="arrays that are listed (default: 20; --json has all)")  # fmt: skip

@@ -90,8 +90,8 @@ class DataLoader:
         in every epoch.
       pad_last: fill the last batch of an epoch with examples that it has already, instead of
         dropping it. Every batch, a dictionary, then has a boolean array `"mask"`, one entry for
-        each example: False for those that fill it. A device may get no other examples: with
-        `loss_semantics="per_device"` return `gshard.Weighted((x * mask).sum(), mask.sum())`.
+        each example: False for those that fill it. Some devices may then get nothing but those:
+        with `loss_semantics="per_device"` return `gshard.Weighted((x * mask).sum(), mask.sum())`.
       prefetch: batches that are read and placed ahead; 0 for none, and no thread.
       transform: `transform(example)`, or `transform(example, rng)` with a `np.random.Generator` of
         its own for every example and epoch; returns the example to stack. It runs in the thread.

@@ -18,11 +18,9 @@ from gshard.distributed import INSTEAD
 from gshard.pytorch.distributed_data_parallel import DistributedDataParallel
 from gshard.pytorch.join import Join
 from gshard.pytorch.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from gshard.wrapped.data_parallel import DataParallel
 from gshard.wrapped.files import load, save
 
 __all__ = [
-    "DataParallel",
     "DistributedDataParallel",
     "Join",
     "ZeroRedundancyOptimizer",
@@ -36,6 +34,7 @@ _SCALER = "Pass scaler=gshard.GradScaler() to gshard.make_train_step."
 _INSTEAD = INSTEAD | {
     "DDP": "It is DistributedDataParallel.",
     "DataLoader": "Use gshard.DataLoader.",
+    "DataParallel": "It is DistributedDataParallel, also for one process with several devices.",
     "DistributedSampler": "gshard.DataLoader gives each process its own examples, with no sampler.",
     "FSDP": _SHARDED,
     "FullyShardedDataParallel": _SHARDED,

@@ -405,8 +405,8 @@ def resharding(plan: Plan, reshard_after_forward: bool | int) -> bool | int:
         return bool(reshard_after_forward)
     try:
         n = check_integer("reshard_after_forward", reshard_after_forward, 1)
-        params = jax.tree.leaves(plan.params)
-        kept = {x.group for x in params if x.kept is not None and x.dim is not None}
+        gathered = jax.tree.leaves((plan.params, plan.non_trainable))
+        kept = {x.group for x in gathered if x.kept is not None and x.dim is not None}
         for group in kept | {plan.group}:  # that of a kept array has fewer devices
             if n not in (1, plan.group.size):
                 group.sub_group(n)

@@ -131,19 +131,19 @@ def make_mesh(
     if shape is None:
         needed = replica * math.prod(own.values())
         if count % needed:
-            asked = [f"{axis}={size}" for axis, size in named.items()]
+            asked = [f"replica={replica}"] * (replica > 1)
+            asked += [f"{axis}={size}" for axis, size in named.items()]
             asked += [f"extra={model}"] * bool(model)
-            what = " and ".join([f"replica={replica}", *asked])
+            what, s = " and ".join(asked), "s" * (len(asked) == 1)
             if count < needed:
-                verb, have = "need" if asked else "needs", "is 1" if count == 1 else f"are {count}"
+                have = "is 1" if count == 1 else f"are {count}"
                 raise GShardError(
-                    f"{what} {verb} {needed} devices, and there {have}. On CPU, start the program "
+                    f"{what} need{s} {needed} devices, and there {have}. On CPU, start the program "
                     f"with gshard.virtual_devices({needed})."
                 )
             raise GShardError(
-                f"{what} {f'take {needed}, which does' if asked else 'does'} not divide the "
-                f"{count} devices. Use a divisor of {count}, or pass devices= with a multiple of "
-                f"{needed}."
+                f"{what} take{s} {needed}, which does not divide the {count} devices. Use a "
+                f"divisor of {count}, or pass devices= with a multiple of {needed}."
             )
         shape = {SHARD: count // needed}
     shape = _axis_sizes("shape", shape, str({SHARD: count}))
@@ -208,6 +208,9 @@ def refuse_other_context(mesh: Mesh | AbstractMesh) -> None:
 
 def virtual_devices(count: int) -> None:
     """Makes JAX start with `count` virtual CPU devices. Call it before anything else uses JAX.
+
+    GPUs and TPUs, if JAX finds any, are used as they are. To leave them out, set
+    `JAX_PLATFORMS=cpu`, or start the script with `gshard launch --virtual_devices`.
 
     Args:
       count: number of CPU devices of this process, 1 or more. The number given to

@@ -30,8 +30,9 @@ class Precision:
     """The dtypes of mixed precision training, as dtypes or by name (`bf16` and `fp16` too).
 
     Args:
-      compute_dtype: dtype of `state.params`, which the loss gets and all-gathers transfer. By
-        default bfloat16; `"float32"` leaves float32 parameters as they are.
+      compute_dtype: dtype of `state.params`, which the loss gets, and which all-gathers transfer
+        unless the loss casts it before. By default bfloat16; `"float32"` leaves float32 parameters
+        as they are.
       param_dtype: dtype of the master copies that the optimizer updates. They are sharded like the
         optimizer state; a parameter whose compute dtype is this one has no master copy.
       reduce_dtype: dtype in which gradients are summed over micro-batches and devices. By default

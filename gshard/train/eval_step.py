@@ -37,7 +37,7 @@ from gshard.train.loss import (
 )
 from gshard.train.made_in_loop import MadeInLoop
 from gshard.train.non_trainable import non_trainable_layouts, non_trainable_uses, to_storage
-from gshard.train.options import LossSemantics, check_semantics, most_gathered
+from gshard.train.options import LossSemantics, StepOptions, check_gather_limit, most_gathered
 from gshard.train.padding_mask import MaskCheck
 from gshard.train.same_program import ProgramCheck
 from gshard.train_state import Components
@@ -60,7 +60,8 @@ def make_eval_step(
     """Compiles a function of the full parameters and a batch, for evaluation.
 
     Args:
-      fn: Linen `fn(params, batch)` (keywords as in `make_train_step`), NNX `fn(model, batch)`. It
+      fn: Linen `fn(params, batch)`, NNX `fn(model, batch)`. Fields of the state that a Linen
+        function names are passed as keyword arguments, such as `batch_stats`; no `rng` is. It
         returns a tree of numbers and arrays, computed from the whole batch. With `"per_device"`
         they are floating scalars (means over a device's examples), `gshard.Weighted`,
         `gshard.Reduced`, and arrays with one entry per example.
@@ -88,7 +89,7 @@ def make_eval_step(
       4096.0
     """
     check_call(fn, plan, "make_eval_step(fn, plan)")
-    check_semantics(loss_semantics)
+    check_gather_limit(plan, StepOptions(loss_semantics=loss_semantics, gather_limit=gather_limit))
     is_global, limit = loss_semantics != "per_device", most_gathered(plan, gather_limit)
     name = f"the eval step of {place_of(fn)}"
 

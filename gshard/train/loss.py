@@ -30,9 +30,9 @@ class Weighted:
     """A loss, or an auxiliary output, as a sum and its weight.
 
     With `loss_semantics="per_device"` gshard adds up both over all devices and micro-batches and
-    divides once, so that a mean over valid tokens matches single-device training. Otherwise it
-    stands for `sum / weight` of the whole batch. A loss may return that quotient instead; with
-    `"per_micro_batch"` quotients are averaged over the micro-batches.
+    divides once, so that a mean over valid tokens matches single-device training. With `"global"`
+    it stands for `sum / weight` of the whole batch. With `"per_micro_batch"` it stands for that of
+    each micro-batch, and these are averaged. With either, a loss may return the quotient instead.
 
     Attributes:
       sum: floating scalar, the loss summed over the examples that the function was given.

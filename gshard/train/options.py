@@ -44,7 +44,7 @@ class StepOptions:
     mutable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_semantics(self.loss_semantics)
+        _check_semantics(self.loss_semantics)
         if self.gather_limit is not None:
             check_integer_field(self, "gather_limit", 0, " of bytes")
         for name in ("has_aux", "sync_buffers", "prefetch"):
@@ -124,7 +124,7 @@ def skips_nonfinite(plan: Plan, options: TrainStepOptions) -> bool:
     return False
 
 
-def check_semantics(semantics: object) -> None:
+def _check_semantics(semantics: object) -> None:
     """Refuses an unknown `loss_semantics=`."""
     known = get_args(LossSemantics)
     if semantics not in known:
@@ -139,6 +139,16 @@ def check_semantics(semantics: object) -> None:
 def most_gathered(plan: Plan, given: int | None) -> int:
     """The bytes that one operation of a global loss may all-gather; `given` is `gather_limit=`."""
     return max(_GATHER_LIMIT, budget(plan).wire_bytes // 100) if given is None else given
+
+
+def check_gather_limit(plan: Plan, options: StepOptions) -> None:
+    """Warns of a limit that has no effect."""
+    alone = options.loss_semantics == "per_device" and plan.group.sequence == 1
+    if options.gather_limit is not None and alone:
+        warn(
+            "gather_limit= changes nothing with loss_semantics='per_device': gshard adds no "
+            "collective to what each device computes. Leave it out."
+        )
 
 
 def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:
@@ -180,12 +190,7 @@ def check_options(plan: Plan, options: StepOptions, sync: bool = True) -> None:
             "sync_buffers=True changes nothing: the loss returns no new state. Leave it out, or "
             "name the state that the loss changes with mutable=."
         )
-    alone = options.loss_semantics == "per_device" and plan.group.sequence == 1
-    if options.gather_limit is not None and alone:
-        warn(
-            "gather_limit= changes nothing with loss_semantics='per_device': gshard adds no "
-            "collective to such a loss. Leave it out."
-        )
+    check_gather_limit(plan, options)
     if plan.gathers:
         return
     why = "on one device" if plan.group.size == 1 else f"at level {plan.level.name!r}"

@@ -165,11 +165,13 @@ def shard_train_state(
       mesh: a mesh of `gshard.make_mesh`; with an `AbstractMesh` the result is abstract.
       level: `"zero1"` or `"os"` (the optimizer state is sharded), `"zero2"` or `"os_g"` (gradients
         too), `"zero3"`, `"fsdp"` or `"p_g_os"` (parameters too), `"ddp"` or `"dp"` (nothing is
-        sharded); 0 to 3 mean the same. `"auto"` takes, of the levels whose state and gradients fit
-        70 % of a device's memory, the one whose communication and update take the least time. It
-        does not know how much memory activations need; `gshard advise` does.
+        sharded); 0 to 3 are `"ddp"`, `"zero1"`, `"zero2"` and `"zero3"`. `"auto"` takes, of the
+        levels whose state and gradients fit 70 % of a device's memory, the one whose communication
+        and update take the least time. It does not know how much memory activations need;
+        `gshard advise` does.
       init_args: arguments of an init function.
-      min_shard_size: elements of one layer; only larger arrays are sharded.
+      min_shard_size: arrays of at most this many elements are replicated; of stacked layers, one
+        layer counts.
       rules: which dimension of an array is sharded: `gshard.by_path`, `gshard.by_predicate`, a
         function of a `gshard.LeafInfo`, a mapping from path pattern to dimension, or a list of
         these. Other arrays follow the default rule, by shape.

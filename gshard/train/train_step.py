@@ -155,8 +155,8 @@ def make_train_step(
         its use; with False it waits for that computation.
       sync_buffers: with `"per_device"`, take the new values of `mutable` from the first device
         instead of their mean.
-      bucket_size: elements of one bucket; 0 for no buckets. By default all-reduces on CPU
-        are not packed.
+      bucket_size: elements of one bucket; 0 for no buckets. On CPU, in one process, XLA packs
+        all-reduces by default.
       end_bucket_size: elements of the first and of the last all-reduce of full gradients.
       loss_semantics: `"global"`: the loss of the whole batch, as the same code computes it on one
         device; gshard adds collectives where it needs other devices' examples. With several

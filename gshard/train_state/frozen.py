@@ -69,9 +69,9 @@ def trained_opt_state(tx: optax.GradientTransformation, trained: Any, opt_state:
     wrong = [path for path, x in pairs if path not in have or not _fits(have[path], x)]
     if wrong:
         raise GShardError(
-            f"the optimizer state has no {some(wrong)} for the parameters that are trained. Make "
-            "it with this optimizer: tx.init(params). Or pass (params, tx), whose state is made "
-            "of these parameters alone."
+            "the optimizer state does not fit the parameters that are trained. Missing, or of "
+            f"another shape or kind of number: {some(wrong)}. Pass (params, tx): the state is then "
+            "made of these parameters alone."
         )
     return jax.tree.unflatten(structure, [have[path] for path in paths])
 

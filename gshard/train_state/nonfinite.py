@@ -83,7 +83,8 @@ _SETTINGS_ONLY = (
 class GradScaler:
     """Settings of loss scaling, which keeps small float16 gradients from becoming 0.
 
-    Pass it as `scaler=` of `make_train_step`. If the gradient is not finite on some device, the
+    Pass it as `scaler=` of `make_train_step`, or of `gshard.paddle.group_sharded_parallel`, which
+    returns a scaler with Paddle's calls. If the gradient is not finite on some device, the
     step is skipped: it changes only the scaler's state and the counts of skipped steps.
     `decr_every_n_nan_or_inf` such steps in a row lower the scale.
 

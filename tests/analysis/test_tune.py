@@ -490,10 +490,10 @@ def test_a_page_has_the_levels_as_the_first_option_trains_them(tmp_path, capsys)
     assert "Plan of tests.setups:quantized" in page.read_text()
 
 
-@pytest.mark.parametrize("replica", ["1", "2"])
-def test_a_page_has_all_levels_that_are_possible(replica, tmp_path, capsys):
+@pytest.mark.parametrize("given", [("1x8", "--replica", "1"), ("1x8", "--replica", "2"), ("2x8",)])
+def test_a_page_has_all_levels_that_are_possible(given, tmp_path, capsys):
     page = tmp_path / "advice.html"
-    words = ["advise", "tests.setups:mlp", "--target", "h100:1x8", "--replica", replica]
+    words = ["advise", "tests.setups:mlp", "--target", f"h100:{given[0]}", *given[1:]]
     assert main([*words, "--html", str(page)]) == 0
     assert "changes nothing" not in capsys.readouterr().err  # options of one level at another
     levels = {"dp", "os", "os_g", "p_g_os"}

@@ -200,6 +200,10 @@ def test_explain_takes_no_options_of_the_step_alone(folder, capsys):
     code, out, err = asked(capsys, "explain", "my.toml", *words)
     assert code == 2 and not out
     assert "explain does not use --accumulate, --micro_batch_size: it reports on the state" in err
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    listed = capsys.readouterr().out
+    assert "--micro_batches" in listed and "--accumulate" not in listed
 
 
 @pytest.mark.parametrize("most", ["0", "all"])

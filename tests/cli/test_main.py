@@ -53,6 +53,14 @@ def test_a_public_name_is_imported_at_its_first_use():
     assert "AttributeError: module 'gshard' has no attribute 'nothing'" in ended.stderr
 
 
+def test_models_are_imported_by_themselves():
+    code = "import gshard\ntry: gshard.models\nexcept AttributeError as e: print(e)"
+    code += "\nfrom gshard import models\nassert gshard.models is models"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "Import it first, such as: from gshard.models import llama." in ended.stdout
+
+
 def test_threads_import_public_names_at_the_same_time():
     code = """
 import random, threading

@@ -70,8 +70,8 @@ def states(rank: int) -> dict[str, Callable[[], Any]]:
     def pair(seed: int) -> Any:
         return nnx.Linear(16, 8, rngs=nnx.Rngs(seed))
 
-    def parallel(module: Any) -> str:
-        return values_of(module.DataParallel(pair(rank)))
+    def parallel(kind: Any) -> str:
+        return values_of(kind(pair(rank)))
 
     def values_of(model: Any) -> str:
         return str([float(jnp.sum(x)) for x in jax.tree.leaves(nnx.state(model, nnx.Param))])
@@ -115,8 +115,8 @@ def states(rank: int) -> dict[str, Callable[[], Any]]:
             )[0]
         ),
         "init_broadcast": lambda: made(rank, broadcast_from=0),
-        "paddle": lambda: parallel(gshard.paddle),
-        "pytorch": lambda: parallel(gshard.pytorch),
+        "paddle": lambda: parallel(gshard.paddle.DataParallel),
+        "pytorch": lambda: parallel(gshard.pytorch.DistributedDataParallel),
         "equal_again": lambda: values(sharded()[0]),
     }
 

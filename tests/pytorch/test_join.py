@@ -53,7 +53,7 @@ def test_uneven_inputs_are_one_device_that_sees_all(partition, initial, n):
     inputs = inputs_of(n)
     steps = [[x[j] for x in inputs if j < len(x)] for j in range(2 + n)]
     wanted, losses = on_one_device(steps, n, initial)
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(n))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(n))
     opt = ZRO(dp.parameters(), optax.adam, devices(n), partition=partition, lr=0.01)
     seen = []
     with gshard.pytorch.Join([dp, opt], divide_by_initial_world_size=initial) as join:
@@ -81,7 +81,7 @@ def test_other_losses_and_ways(way):
         )
         joined = [dp]
     else:
-        dp = gshard.pytorch.DataParallel(net, group=devices(n))
+        dp = gshard.paddle.DataParallel(net, group=devices(n))
         opt = ZRO(dp, optax.adam, devices(n), overlap_with_ddp=way == "overlap", lr=0.01)
         joined = [dp, opt]
     loss = weighted_loss if way == "weighted" else loss_fn
@@ -103,7 +103,7 @@ def test_other_losses_and_ways(way):
 
 
 def test_one_input_for_all_devices_of_the_process():
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(4))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(4))
     with gshard.pytorch.Join([dp]) as join:
         found = [np.asarray(b["x"]) for b in join(rows(8, seed) for seed in range(3))]
     for seed, x in enumerate(found):
@@ -112,7 +112,7 @@ def test_one_input_for_all_devices_of_the_process():
 
 
 def test_a_loop_over_something_else_is_warned_of():
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(2))
     with (
         pytest.warns(gshard.GShardWarning, match=r"not over join\(inputs\)"),
         gshard.pytorch.Join([dp]),
@@ -125,7 +125,7 @@ def test_a_loop_over_something_else_is_warned_of():
 
 
 def test_an_iterator_that_was_used_up_is_warned_of():
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(2))
     with gshard.pytorch.Join([dp]) as join:
         inputs = iter([rows(4, 0)]), [rows(4, 1)]
         assert len(list(join(*inputs))) == 1
@@ -135,7 +135,7 @@ def test_an_iterator_that_was_used_up_is_warned_of():
 
 
 def test_early_termination_is_an_error_where_asked_for():
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(2))
     for given in ({"throw_on_early_termination": True}, {"enable": False}):
         seen = 0
         with (
@@ -153,7 +153,7 @@ def test_early_termination_is_an_error_where_asked_for():
         (lambda dp: gshard.pytorch.Join([]), ValueError, "at least one"),
         (lambda dp: gshard.pytorch.Join([3]), TypeError, "neither"),
         (
-            lambda dp: gshard.pytorch.Join([dp, gshard.pytorch.DataParallel(Net())]),
+            lambda dp: gshard.pytorch.Join([dp, gshard.paddle.DataParallel(Net())]),
             ValueError,
             "different devices",
         ),
@@ -169,11 +169,11 @@ def test_early_termination_is_an_error_where_asked_for():
 )
 def test_bad_input(act, kind, says):
     with pytest.raises(kind, match=says):
-        act(gshard.pytorch.DataParallel(Net(), group=devices(2)))
+        act(gshard.paddle.DataParallel(Net(), group=devices(2)))
 
 
 def test_an_optimizer_brings_its_model_and_others_are_refused():
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(2))
     opt = ZRO(dp, optax.adam, lr=0.01)
     with gshard.pytorch.Join([opt]) as join:
         for batch in join([rows(4, 0)], [rows(4, 1), rows(4, 2)]):
@@ -188,7 +188,7 @@ def test_an_optimizer_brings_its_model_and_others_are_refused():
 
 def test_rows_of_a_device_without_data_are_those_of_another():
     """A loss that is not finite on old rows changes nothing."""
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(2))
     bad, good = rows(4, 0), rows(4, 1)
     bad["x"][:] = np.nan
     seen = []
@@ -201,7 +201,7 @@ def test_rows_of_a_device_without_data_are_those_of_another():
 
 
 def test_inputs_with_another_batch_size_are_refused():
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(2))
     with (
         gshard.pytorch.Join([dp]) as join,
         pytest.raises(gshard.GShardError, match="different shapes"),
@@ -210,7 +210,7 @@ def test_inputs_with_another_batch_size_are_refused():
 
 
 def test_no_sync_within_join_is_refused():
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(2))
     with gshard.pytorch.Join([dp]) as join, dp.no_sync():
         for batch in join([rows(4, 0)]):
             with pytest.raises(gshard.GShardError, match="no_sync within Join"):

@@ -399,7 +399,7 @@ def test_groups_that_are_clipped_each_by_itself_are_warned_of():
     def clipped(learning_rate):
         return optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(learning_rate))
 
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(3))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(3))
     ZRO(dp.parameters(), clipped, lr=1.0)
     groups = [{"params": dp.first}, {"params": dp.last}]
     with pytest.warns(gshard.GShardWarning, match=r"clipped.*clip_by_global_norm, and each"):
@@ -421,7 +421,7 @@ def test_groups_of_which_each_skips_by_itself_are_warned_of():
         )
         return tx.gradient_transformation()
 
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(3))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(3))
     with pytest.warns(gshard.GShardWarning, match=r"in MultiSteps, .* gradients alone\. If that"):
         ZRO([{"params": dp.first}, {"params": dp.last}], whole_steps, lr=1.0)
 
@@ -512,7 +512,7 @@ def test_parameters_without_a_gradient_stay_with_their_state(partition):
 def test_groups_that_train_in_turn_are_two_optimizers(partition):
     """As the networks of a GAN: the count and the schedule of each are its own."""
     rate = optax.cosine_decay_schedule(0.1, 4)
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(3))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(3))
     groups = [{"params": dp.first}, {"params": dp.last}]
     opt = ZRO(groups, optax.adam, partition=partition, lr=rate)
     net, tx = Net(), optax.adam(rate)
@@ -579,14 +579,14 @@ def test_a_tree_with_none(partition):
 
 
 def test_a_data_parallel_says_which_devices():
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(3))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(3))
     assert ZRO(dp, optax.adam, lr=0.1).plan.group.devices == 3
     with pytest.raises(gshard.GShardError, match="process_group= names other devices"):
         ZRO(dp, optax.adam, devices(4), lr=0.1)
     mesh = gshard.make_mesh(replica=2, devices=jax.devices()[:4])
     batches = [rows(24, seed) for seed in range(3)]
     for partition in PARTITIONS:
-        dp = gshard.pytorch.DataParallel(Net(), group=mesh)
+        dp = gshard.paddle.DataParallel(Net(), group=mesh)
         opt = ZRO(dp, optax.adam, partition=partition, lr=0.01)
         for batch in batches:
             dp.backward(loss_fn, batch)
@@ -632,7 +632,7 @@ def on_one_device(batches, **hyper):
 @pytest.mark.parametrize("n", [3, 8])
 def test_data_parallel_gives_its_gradients(partition, given, n):
     """The seed's example: backward, step."""
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(n))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(n))
     params = {
         "model": dp,
         "parameters": dp.parameters(),
@@ -725,7 +725,7 @@ def test_two_psi_on_the_wire_with_data_parallel(n):
     """Upstream pays 3: an all-reduce, and broadcasts."""
     net = nnx.Sequential(*[nnx.Linear(16, 16, rngs=nnx.Rngs(i)) for i in range(3)])
     size = sum(x.size for x in jax.tree.leaves(nnx.state(net, nnx.Param)))
-    dp = gshard.pytorch.DataParallel(net, group=devices(n))
+    dp = gshard.paddle.DataParallel(net, group=devices(n))
     opt = ZRO(dp.parameters(), optax.adam, devices(n), parameters_as_bucket_view=True, lr=0.01)
     batch = {"x": np.ones((16, 16), "f4"), "y": np.ones((16, 16), "f4")}
     backward = gshard.audit(dp.backward, loss_fn, batch)
@@ -835,7 +835,7 @@ def test_overlap_updates_in_backward_from_the_first_step_on(n, groups):
     batches = [rows(24, seed) for seed in range(5)]
     found = []
     for overlap in (False, True):
-        dp = gshard.pytorch.DataParallel(Net(), group=devices(n))
+        dp = gshard.paddle.DataParallel(Net(), group=devices(n))
         params = [{"params": [x]} for x in dp.parameters()] if groups else dp.parameters()
         opt = ZRO(params, optax.radam, devices(n), overlap_with_ddp=overlap, lr=0.01)
         seen = []
@@ -863,7 +863,7 @@ def test_overlap_updates_in_backward_from_the_first_step_on(n, groups):
 
 
 def test_the_overlapped_program_reduces_and_all_gathers():
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(4))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(4))
     ZRO(dp, optax.adam, devices(4), overlap_with_ddp=True, lr=0.01)
     kinds = [c.kind for c in gshard.audit(dp.backward, loss_fn, rows(8, 0)).collectives]
     assert {"reduce-scatter", "all-gather"} <= set(kinds)
@@ -884,11 +884,11 @@ def test_what_is_ignored_is_reported():
     with pytest.warns(gshard.GShardWarning, match="overlap_with_ddp changes nothing"):
         ZRO(tree(), optax.adam, overlap_with_ddp=True, lr=0.1)
     with pytest.warns(gshard.GShardWarning, match="bucket_view is ignored"):
-        dp = gshard.pytorch.DataParallel(Net())
+        dp = gshard.paddle.DataParallel(Net())
         ZRO(dp, optax.adam, None, True, True, lr=0.1)
     with pytest.warns(gshard.GShardWarning, match="greedy"):
         ZRO(
-            gshard.pytorch.DataParallel(Net()),
+            gshard.paddle.DataParallel(Net()),
             optax.adam,
             overlap_with_ddp=True,
             partition="greedy",
@@ -1006,7 +1006,7 @@ class Deep(nnx.Module):
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_groups_of_more_than_ten_layers(partition):
     """Names in a file sort otherwise than numbers."""
-    dp = gshard.pytorch.DataParallel(Deep(), group=devices(3))
+    dp = gshard.paddle.DataParallel(Deep(), group=devices(3))
     kernels, biases = ([x for x in dp.parameters() if x.ndim == ndim] for ndim in (2, 1))
     opt = ZRO([{"params": kernels}], optax.adam, partition=partition, lr=0.01)
     dp.backward(loss_fn, rows(12, 0))
@@ -1018,7 +1018,7 @@ def test_groups_of_more_than_ten_layers(partition):
     with pytest.raises(gshard.GShardError, match="in another group"):
         opt.add_param_group({"params": biases[:1]})
     with pytest.raises(gshard.GShardError, match="not parameters of"):
-        opt.add_param_group({"params": gshard.pytorch.DataParallel(Net()).parameters()})
+        opt.add_param_group({"params": gshard.paddle.DataParallel(Net()).parameters()})
     dp.backward(loss_fn, rows(12, 1))
     opt.step()
     saved = opt.state_dict()
@@ -1079,7 +1079,7 @@ def test_integer_hyperparameters_stay_integers():
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_one_optimizer_of_a_data_parallel_at_a_time(partition):
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(3))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(3))
     first = ZRO([dp.parameters()[0]], optax.adam, partition=partition, lr=0.1)
     second = ZRO([dp.parameters()[1]], optax.adam, partition="even", lr=0.1)
     dp.backward(loss_fn, rows(12, 0))
@@ -1090,7 +1090,7 @@ def test_one_optimizer_of_a_data_parallel_at_a_time(partition):
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_nothing_is_left_of_an_optimizer_that_is_gone(partition):
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(2))
     opt = ZRO(dp, optax.adam, partition=partition, lr=0.1)
     dp.backward(loss_fn, rows(12, 0))
     opt.step()
@@ -1102,7 +1102,7 @@ def test_nothing_is_left_of_an_optimizer_that_is_gone(partition):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_closure_may_call_backward(overlap):
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(2))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(2))
     opt = ZRO(dp, optax.adam, overlap_with_ddp=overlap, lr=0.01)
     before = dp.state_dict()["first.kernel"]
     loss = opt.step(lambda: dp.backward(loss_fn, rows(12, 0)))
@@ -1195,7 +1195,7 @@ def bytes_on_devices():
 
 def test_moments_are_not_made_in_full():
     """Also with the replicated parameters of a `DataParallel`; a step count is on one device."""
-    dp = gshard.pytorch.DataParallel(Net(), group=devices(4))
+    dp = gshard.paddle.DataParallel(Net(), group=devices(4))
     tree_of_it = nnx.as_pure(nnx.state(dp))
     gc.collect()
     before = bytes_on_devices()

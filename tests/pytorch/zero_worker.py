@@ -31,7 +31,7 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
 
     found = {}
     for partition in PARTITIONS:
-        dp = gshard.pytorch.DataParallel(Net())
+        dp = gshard.paddle.DataParallel(Net())
         opt = gshard.pytorch.ZeroRedundancyOptimizer(
             dp.parameters(),
             # its address, which a message may name, differs between the processes
@@ -63,7 +63,7 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
             found[f"{partition}/params/{i}"] = np.asarray(x.addressable_data(0))
         for i, x in enumerate(jax.tree.leaves(opt.state_dict()["state"])):
             found[f"{partition}/state/{i}"] = x
-    dp = gshard.pytorch.DataParallel(Net())
+    dp = gshard.paddle.DataParallel(Net())
     opt = gshard.pytorch.ZeroRedundancyOptimizer(dp, optax.adam, lr=0.01)
     with gshard.pytorch.Join([dp, opt], divide_by_initial_world_size=False) as join:
         for batch in join(rows(UNEVEN, 10 * rank + i) for i in range(1 + 2 * rank)):
@@ -72,7 +72,7 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
             opt.zero_grad()
     for i, x in enumerate(jax.tree.leaves(nnx.state(dp, nnx.Param))):
         found[f"join/{i}"] = np.asarray(x.addressable_data(0))
-    alone = gshard.pytorch.DataParallel(Net(), group=jax.local_devices())
+    alone = gshard.paddle.DataParallel(Net(), group=jax.local_devices())
     with gshard.pytorch.Join([alone]) as join:  # not with the model of the other process
         found["own"] = np.array(sum(1 for _ in join(rows(UNEVEN, i) for i in range(3 + 2 * rank))))
     np.savez(file, **found)

@@ -166,7 +166,7 @@ def test_an_expert_axis_that_nothing_uses_is_named():
     [
         ({"extra": {"expert": 2}}, "gshard shards experts and state; say expert=2"),
         ({"shape": {"expert": 2}, "expert": 2}, "has an axis 'expert' already: leave out expert=2"),
-        ({"expert": 3}, "expert=3 take 3, which does not divide the 8 devices"),
+        ({"expert": 3}, "expert=3 takes 3, which does not divide the 8 devices"),
         ({"expert": 0}, "expert=0 must be"),
     ],
 )
@@ -230,11 +230,13 @@ def test_rules_know_the_dimension_that_is_kept():
     assert plan.params["experts"]["up"].spec == P("expert")
 
 
-def test_a_sub_group_has_to_divide_the_devices_of_a_kept_array_too():
+@pytest.mark.parametrize("frozen", [{}, {"frozen": "experts"}])
+def test_a_sub_group_has_to_divide_the_devices_of_a_kept_array_too(frozen):
     params = {"experts": np.zeros((2, 12, 8), np.float32), "w": np.zeros((12, 8), np.float32)}
     mesh = gshard.make_mesh(devices=jax.devices()[:6], expert=2)
+    keep = {"experts": ("expert", 0)}
     _, plan = gshard.shard_train_state(
-        (params, optax.sgd(0.1)), mesh, "zero3", keep={"experts": ("expert", 0)}, min_shard_size=0
+        (params, optax.sgd(0.1)), mesh, "zero3", keep=keep, min_shard_size=0, **frozen
     )
     with pytest.raises(gshard.GShardError, match="reshard_after_forward=2.* group of 3 devices"):
         gshard.make_train_step(lambda p, b: b.mean(), plan, reshard_after_forward=2)

@@ -378,7 +378,7 @@ def test_what_cannot_be_is_said():
         boxed_state((None, "model"), mesh=two)
     with pytest.raises(gshard.GShardError, match="goes with one shard axis.*shard_axes="):
         gshard.make_mesh({"data": 4}, extra={"model": 2})
-    with pytest.raises(gshard.GShardError, match=r"extra=\{'model': 3\} take 3"):
+    with pytest.raises(gshard.GShardError, match=r"extra=\{'model': 3\} takes 3"):
         gshard.make_mesh(extra={"model": 3})
     with pytest.raises(gshard.GShardError, match="extra=2 must give axes their sizes"):
         gshard.make_mesh(extra=2)

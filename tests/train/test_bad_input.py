@@ -406,9 +406,19 @@ def test_a_gather_limit_without_effect_is_warned_of(sequence):
     options = {"loss_semantics": "per_device", "gather_limit": 1000}
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        gshard.make_train_step(lambda p, x: (x @ p["w"]).mean(), plan, **options)
+        for make in (gshard.make_train_step, gshard.make_eval_step):
+            make(lambda p, x: (x @ p["w"]).mean(), plan, **options)
     said = [x for x in seen if "gather_limit= changes nothing" in str(x.message)]
-    assert len(said) == (sequence == 1)
+    assert len(said) == 2 * (sequence == 1)
+
+
+@pytest.mark.parametrize("make", [gshard.make_train_step, gshard.make_eval_step])
+@pytest.mark.parametrize("limit", ["1GB", -1, True])
+def test_a_gather_limit_is_a_number_of_bytes(make, limit):
+    pair = ({"w": jnp.ones((8, 8))}, optax.sgd(0.1))
+    _, plan = gshard.shard_train_state(pair, gshard.make_mesh(), "os", min_shard_size=0)
+    with pytest.raises(gshard.GShardError, match="gather_limit=.* bytes"):
+        make(lambda p, x: (x @ p["w"]).mean(), plan, gather_limit=limit)
 
 
 @pytest.mark.parametrize("scaler", [None, gshard.GradScaler()], ids=["no scaler", "scaler"])

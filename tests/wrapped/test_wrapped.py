@@ -423,7 +423,7 @@ def test_a_state_dict_does_not_wrap_integers(value, said):
 
 def test_attributes_of_pytorch_that_would_do_nothing_cannot_be_set():
     """Setting one would make an attribute of the user's model, which nothing reads."""
-    model = gshard.pytorch.DataParallel(Net())
+    model = gshard.paddle.DataParallel(Net())
     with pytest.raises(gshard.GShardError, match=r"has no attribute 'require_backward.*no_sync"):
         model.require_backward_grad_sync = False
     with pytest.raises(gshard.GShardError, match=r"model.train\(\) and model.eval\(\)"):
@@ -433,6 +433,6 @@ def test_attributes_of_pytorch_that_would_do_nothing_cannot_be_set():
     class Trains(Net):
         training = True
 
-    own = gshard.pytorch.DataParallel(Trains())
+    own = gshard.paddle.DataParallel(Trains())
     own.training = False
     assert not own.training and model.note == "mine"

@@ -505,6 +505,9 @@ ROWS = {
         lambda _: exec("from gshard.pytorch import FullyShardedDataParallel"),
         *("FullyShardedDataParallel", "shard_train_state"),
     ),
+    "a class of PyTorch whose arguments are others": refused(
+        lambda _: gshard.pytorch.DataParallel(plain(), [0, 1]), "It is DistributedDataParallel"
+    ),
     "a function that PyTorch has": refused(
         lambda _: gshard.pytorch.init_process_group("nccl"), "gshard.distributed.initialize()"
     ),
@@ -562,6 +565,9 @@ ROWS = {
         lambda _: gshard.distributed.new_group(ranks=[0, 1]),
         *("devices=", "not of processes"),
         error=gshard.ArgumentTypeError,
+    ),
+    "gshard.DataParallel": refused(
+        lambda _: gshard.DataParallel, "It is gshard.paddle.DataParallel"
     ),
     "gshard.DistributedDataParallel": refused(
         lambda _: gshard.DistributedDataParallel, "It is gshard.pytorch.DistributedDataParallel"

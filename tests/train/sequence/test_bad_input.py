@@ -247,7 +247,7 @@ def test_meshes():
         gshard.make_mesh(extra={"sequence": 2})
     with pytest.raises(gshard.GShardError, match="leave out sequence=2"):
         gshard.make_mesh({"sequence": 2}, sequence=2)
-    with pytest.raises(gshard.GShardError, match="sequence=3 take 3, which does not divide"):
+    with pytest.raises(gshard.GShardError, match="sequence=3 takes 3, which does not divide"):
         gshard.make_mesh(sequence=3)
     given = (PARAMS, optax.sgd(0.1))
     with pytest.raises(gshard.GShardError, match="replica_axes=.* has 'sequence'"):
