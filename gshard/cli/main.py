@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import NoReturn
 
 from gshard._util.errors import did_you_mean
 from gshard._util.version import __version__
 from gshard.cli.output import NO_ANSWER, YES, print_in_any_encoding, tell
-from gshard.cli.signals import interrupt_again
+from gshard.cli.signals import exit_at_interrupt, interrupt_again
 
 _INTERRUPTED = 130
 
@@ -33,7 +33,7 @@ def run() -> NoReturn:
     sys.unraisablehook = interrupt_again
     try:
         code = main()
-    except KeyboardInterrupt:  # while modules are imported
+    except KeyboardInterrupt:  # while a command imports more
         code = _INTERRUPTED
     if code == _INTERRUPTED:
         # A compilation that was interrupted goes on in threads of XLA, and what Python frees at its
@@ -50,7 +50,9 @@ def main(words: list[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
     if name in COMMANDS:  # imported here, since JAX takes a second
         folder = "distributed.launch.cli" if name == "launch" else f"cli.{name}"
-        return importlib.import_module(f"gshard.{folder}").main(rest)
+        with exit_at_interrupt(_INTERRUPTED) if words is None else nullcontext():
+            command = importlib.import_module(f"gshard.{folder}")
+        return command.main(rest)
     if name == "help":
         return main([*rest[:1], "--help"])
     names = "\n".join(f"  gshard {name:8s} {meaning}" for name, meaning in COMMANDS.items())

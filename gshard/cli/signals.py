@@ -1,4 +1,4 @@
-"""Signals that Python drops: an exception in a finalizer ends nothing."""
+"""Signals that Python drops: an exception in a finalizer, or in an import, may end nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def send_again(number: int) -> None:
@@ -21,3 +23,16 @@ def interrupt_again(problem: sys.UnraisableHookArgs) -> None:
         send_again(signal.SIGINT)
     else:
         sys.__unraisablehook__(problem)
+
+
+@contextmanager
+def exit_at_interrupt(code: int) -> Iterator[None]:
+    """Ends the process at a Ctrl-C, of which NumPy's import would make an ImportError."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or the user's
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(code))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
