@@ -33,6 +33,12 @@ def line_of_error(error: BaseException) -> str:
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
+def at_line(error: BaseException) -> str:
+    """` at file:line`, of `line_of_error`; empty if unknown."""
+    line = line_of_error(error)
+    return f" at {line}" if line else ""
+
+
 def named_as(user: Any, function: Callable[P, R]) -> Callable[P, R]:
     """Returns `function`, which calls `user`, so that JAX's errors name `user`."""
     user = without_partial(user)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from gshard._util.errors import GShardError, did_you_mean
-from gshard._util.tracebacks import line_of_error
+from gshard._util.tracebacks import at_line
 from gshard._util.validation import MOST, check_integer_field, flag, shown
 from gshard.analysis.allowed_imports import ModelOfFile, find_modules_here
 from gshard.sharding.level import check_accumulate, parse_level
@@ -212,7 +212,7 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSe
         raise GShardError(f"{name}: {error}") from error
     except Exception as error:
         given = ", ".join(f"{k}={v!r}" for k, v in (arguments or {}).items())
-        said = f"{name}({given}) fails{_at(error)}: {type(error).__name__}: {error}"
+        said = f"{name}({given}) fails{at_line(error)}: {type(error).__name__}: {error}"
         raise GShardError(said) from error
 
 
@@ -230,11 +230,6 @@ def _check_arguments(name: str, function: Callable[..., Any], given: Mapping[str
             raise GShardError(
                 f"{name} has no argument {key!r}.{did_you_mean(key, parameters)} {takes}"
             )
-
-
-def _at(error: Exception) -> str:
-    line = line_of_error(error)
-    return f" at {line}" if line else ""
 
 
 def as_setup(given: Any) -> TrainSetup:
@@ -262,7 +257,7 @@ def without_arrays(setup: TrainSetup) -> TrainSetup:
         except Exception as error:
             first = "".join(str(error).strip().splitlines()[:1])
             raise GShardError(
-                f"the init function of this setup fails{_at(error)}: "
+                f"the init function of this setup fails{at_line(error)}: "
                 f"{type(error).__name__}: {first}"
             ) from error
     state = as_state(setup.state)

@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 
 from gshard._util.errors import GShardError
 from gshard._util.jaxpr import JIT, bind, called, evaluate
-from gshard._util.tracebacks import line_of_error
+from gshard._util.tracebacks import at_line
 
 
 class NotMade(NamedTuple):
@@ -46,9 +46,9 @@ def _abstract(tx: Any, trained: Any) -> Any:
     except GShardError:
         raise
     except Exception as error:
-        at, said = line_of_error(error), str(error).strip().split("\n")[0]
+        said = str(error).strip().split("\n")[0]
         raise GShardError(
-            f"the optimizer's init fails{at and f' at {at}'}: {type(error).__name__}: {said}"
+            f"the optimizer's init fails{at_line(error)}: {type(error).__name__}: {said}"
         ) from error
 
 
