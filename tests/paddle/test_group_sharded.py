@@ -82,11 +82,14 @@ def train(model, optimizer, batches, loss=loss_fn):
 def on_one_device(batches, model=None, tx=None, loss=loss_fn):
     model = nnx.clone(Net() if model is None else model)
     optimizer = nnx.Optimizer(model, adamw() if tx is None else tx, wrt=nnx.Param)
-    losses = []
-    for batch in batches:
-        value, grads = nnx.value_and_grad(loss)(model, jax.tree.map(jnp.asarray, batch))
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        value, grads = nnx.value_and_grad(loss)(model, batch)
         optimizer.update(model, grads)
-        losses.append(float(value))
+        return value
+
+    losses = [float(step(model, optimizer, batch)) for batch in batches]
     return losses, whole(model)
 
 

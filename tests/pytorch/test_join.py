@@ -33,13 +33,13 @@ def on_one_device(steps, n, initial):
     params = nnx.as_pure(params)
     grad = jax.jit(jax.value_and_grad(lambda p, b: loss_fn(nnx.merge(graph, p, copy=True), b)))
     tx = optax.adam(0.01)
-    state, losses = tx.init(params), []
+    state, update, losses = tx.init(params), jax.jit(tx.update), []
     for batches in steps:
         batch = jax.tree.map(lambda *x: np.concatenate(x), *batches)
         loss, grads = grad(params, batch)
         share = len(batches) / n if initial else 1
         grads = jax.tree.map(partial(jnp.multiply, share), grads)
-        updates, state = tx.update(grads, state, params)
+        updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
         losses.append(loss * share)
     return params, losses

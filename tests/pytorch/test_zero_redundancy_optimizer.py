@@ -408,7 +408,7 @@ def test_groups_that_are_clipped_each_by_itself_are_warned_of():
     before = dp.state_dict()
     dp.backward(loss_fn, rows(24, 0))
     clip = optax.clip_by_global_norm(0.1)  # as the warning says
-    dp.grads, _ = clip.update(dp.grads, clip.init(None))
+    dp.grads, _ = jax.jit(clip.update)(dp.grads, clip.init(None))
     opt.step()
     moved = jax.tree.map(jnp.subtract, dp.state_dict(), before)
     np.testing.assert_allclose(optax.tree.norm(moved), 0.1, rtol=1e-5)
@@ -518,15 +518,19 @@ def test_groups_that_train_in_turn_are_two_optimizers(partition):
     net, tx = Net(), optax.adam(rate)
     parts = ("first", "last")
     turns = [nnx.Optimizer(net, tx, wrt=nnx.All(nnx.Param, nnx.PathContains(x))) for x in parts]
+
+    @nnx.jit
+    def plain_step(net, plain_opt, batch):
+        wrt = nnx.DiffState(0, plain_opt.wrt)
+        plain_opt.update(net, nnx.grad(loss_fn, argnums=wrt)(net, batch))
+
     for seed in range(6):
-        plain_opt = turns[seed % 2]
         batch = rows(24, seed)
         dp.backward(loss_fn, batch)
         dp.grads[parts[1 - seed % 2]] = None
         opt.step()
         opt.zero_grad()
-        wrt = nnx.DiffState(0, plain_opt.wrt)
-        plain_opt.update(net, nnx.grad(loss_fn, argnums=wrt)(net, batch))
+        plain_step(net, turns[seed % 2], batch)
     assert_equal(nnx.state(dp), nnx.state(net), close=1e-6)
     assert [int(x[0].count) for x in opt.state_dict()["state"]] == [3, 3]
 

@@ -159,8 +159,9 @@ def test_over_two_nodes_numbers_are_those_of_one_device(level, reshard, two_node
     assert plan.group.across_nodes == 1
     step = gshard.make_train_step(loss_fn, plan, reshard_after_forward=reshard)
     want, opt_state = params, tx.init(params)
+    gradient, update = jax.jit(jax.grad(loss_fn)), jax.jit(tx.update)
     for _ in range(3):
-        updates, opt_state = tx.update(jax.grad(loss_fn)(want, x), opt_state, want)
+        updates, opt_state = update(gradient(want, x), opt_state, want)
         want = optax.apply_updates(want, updates)
         state, _ = step(state, x)
     for name, x in gshard.full_params(state).items():

@@ -56,7 +56,7 @@ def check(loss: Any, given: Any, mesh: Any, p: Any = None, keep: Any = KEEP, **o
         warnings.simplefilter("error")
         state, plan = sharded(mesh, "p_g_os", p, keep=keep, sequence_order=order)
         value, grads = jax.jit(gshard.value_and_grad(loss, plan, **options))(state.params, given)
-    wanted, reference = jax.value_and_grad(loss)(p, given)
+    wanted, reference = jax.jit(jax.value_and_grad(loss))(p, given)
     assert abs(float(value) - float(wanted)) < 2e-6 and worst(grads, reference) < 2e-6
 
 

@@ -227,7 +227,7 @@ def test_a_mask_of_examples_counts_once_where_sequences_are_sharded_too(micro_ba
     grad = gshard.value_and_grad(loss, plan, micro_batches=micro_batches)
     found, wanted = (
         jax.jit(grad)(state.params, examples),
-        jax.value_and_grad(loss)(params(), examples),
+        jax.jit(jax.value_and_grad(loss))(params(), examples),
     )
     assert abs(float(found[0]) - float(wanted[0])) < 2e-6 and worst(found[1], wanted[1]) < 2e-6
 

@@ -65,7 +65,7 @@ def test_a_step_is_that_of_one_device(loss, options):
         out = loss(params, batch)
         return out.sum / out.weight if isinstance(out, gshard.Weighted) else out
 
-    value, grads = jax.value_and_grad(alone)(PARAMS, BATCH)
+    value, grads = jax.jit(jax.value_and_grad(alone))(PARAMS, BATCH)
     mesh = gshard.make_mesh(devices=jax.devices()[:DEVICES])
     pair = (PARAMS, optax.sgd(1.0))
     state, plan = gshard.shard_train_state(pair, mesh, "zero3", min_shard_size=0)

@@ -33,9 +33,10 @@ def chained():
 
 def on_one_device():
     own, state = params(), chained().init(params())
+    gradient, update = jax.jit(jax.grad(loss_fn)), jax.jit(chained().update)
     for rate in RATES:
         state[1].hyperparams["learning_rate"] = jnp.float32(rate)
-        updates, state = chained().update(jax.grad(loss_fn)(own, batch()), state, own)
+        updates, state = update(gradient(own, batch()), state, own)
         own = optax.apply_updates(own, updates)
     return own
 
@@ -103,10 +104,10 @@ def test_moments_that_the_first_update_widens():
     state, plan = gshard.shard_train_state((own, tx), mesh, "p_g_os", min_shard_size=0)
     new = jax.eval_shape(plan.optimizer.init, state.params)
     step = gshard.make_train_step(loss, plan)
-    one = tx.init(own)
+    one, update = tx.init(own), jax.jit(tx.update)
     for _ in range(3):
         grads = jax.grad(loss)(own, batch())
-        updates, one = tx.update(grads, one, own)
+        updates, one = update(grads, one, own)
         own = optax.apply_updates(own, updates)
         state, _ = step(state, batch())
     for tree in (state.opt_state.inner, new.inner):

@@ -377,7 +377,7 @@ def test_what_it_returns_can_be_differentiated(level, k, of):
     )
     gradient = gshard.value_and_grad(loss, plan, micro_batches=k)
     found = jax.jit(jax.grad(lambda p: penalty(gradient(p, x))))(state.params)
-    wanted = jax.grad(lambda p: penalty(jax.value_and_grad(loss)(p, x)))(params)
+    wanted = jax.jit(jax.grad(lambda p: penalty(jax.value_and_grad(loss)(p, x))))(params)
     for name, x in wanted.items():
         unpadded = np.asarray(found[name])[tuple(map(slice, x.shape))]
         np.testing.assert_allclose(unpadded, x, rtol=1e-4, atol=1e-5 * np.abs(x).max())

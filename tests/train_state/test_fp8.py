@@ -45,7 +45,7 @@ def batch(i: int, rows: int = ROWS) -> dict[str, np.ndarray]:
 
 @functools.cache
 def initial():
-    return Net().init(jax.random.key(0), batch(0)["x"])
+    return jax.jit(Net().init)(jax.random.key(0), batch(0)["x"])
 
 
 def mean_loss(variables: Any, b: Any) -> jax.Array:
@@ -274,7 +274,7 @@ def test_scanned_layers_are_those_of_one_device(level):
         return jnp.square(Scanned().apply(variables, b["x"])).mean() / 100
 
     def made():
-        params = Scanned().init(jax.random.key(0), batches[0]["x"])
+        params = jax.jit(Scanned().init)(jax.random.key(0), batches[0]["x"])
         return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-2))
 
     one, on_one = made(), jax.jit(jax.value_and_grad(loss))

@@ -381,10 +381,14 @@ def test_an_nnx_filter_says_what_is_trained(level):
         model.eval()
         return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
 
-    model, optimizer = pair()
-    for _ in range(STEPS):
+    @nnx.jit
+    def alone(model, optimizer):
         grads = nnx.grad(nnx_loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, batch())
         optimizer.update(model, grads)
+
+    model, optimizer = pair()
+    for _ in range(STEPS):
+        alone(model, optimizer)
     divided, plan = gshard.shard_train_state(pair(), mesh(), level, min_shard_size=8)
     kernel = divided[0].first.kernel.get_value()
     assert kernel.is_fully_replicated == (level == "os")

@@ -50,7 +50,7 @@ def test_gradients_are_those_of_one_device_without_a_reduce_scatter(level, count
     value, grads = jax.jit(gshard.value_and_grad(contrastive, plan))(
         state.params, gshard.shard_batch(x, plan)
     )
-    wanted = jax.value_and_grad(contrastive)(params(), x)
+    wanted = jax.jit(jax.value_and_grad(contrastive))(params(), x)
     np.testing.assert_allclose(value, wanted[0], rtol=1e-6)
     for name, grad in wanted[1].items():
         found = np.asarray(grads[name])[: len(grad)]
@@ -73,7 +73,7 @@ def test_attention_over_sequences(by):
     assert "reduce-scatter(" not in step.lower(state, x).compile().as_text()
     assert gshard.audit(step, state, x).exceeded == ()
     state, _ = step(state, x)
-    wanted = jax.grad(loss)(p, x)
+    wanted = jax.jit(jax.grad(loss))(p, x)
     for name, x in gshard.full_params(state).items():
         np.testing.assert_allclose(p[name] - x, wanted[name], atol=1e-6)
 
@@ -92,7 +92,7 @@ def test_each_is_what_jax_computes(dim, monkeypatch):
         spec = jax.P(("a", "b"))
         mapped = jax.shard_map(all_of, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         found, pull = jax.vjp(jax.jit(mapped), x)
-        return found, pull(jax.tree.map(jnp.cos, found))
+        return found, jax.jit(pull)(jax.tree.map(jnp.cos, found))
 
     found = computed()
     monkeypatch.setattr(gloo, "uses_gloo", lambda: False)

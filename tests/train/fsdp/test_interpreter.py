@@ -164,7 +164,7 @@ LOSSES = {
 
 
 def one_device(loss, p, batch):
-    return jax.value_and_grad(loss)(p, batch)
+    return jax.jit(jax.value_and_grad(loss))(p, batch)
 
 
 def divided(loss, level, n=4, rules=None, **options):

@@ -139,7 +139,7 @@ def test_per_micro_batch_is_a_loop_over_micro_batches(level, loss):
         loss, plan, micro_batches=k, loss_semantics="per_micro_batch", donate=False
     )
     tx, p = optimizer(), params()
-    opt, gradient = tx.init(p), jax.jit(jax.value_and_grad(loss))
+    opt, gradient, update = tx.init(p), jax.jit(jax.value_and_grad(loss)), jax.jit(tx.update)
     for i in range(STEPS):
         b = batch(i, devices * k * n)
         state, metrics = step(state, b)
@@ -148,7 +148,7 @@ def test_per_micro_batch_is_a_loop_over_micro_batches(level, loss):
             of = jax.tree.map(lambda x, j=j: x.reshape(devices, k, n, *x.shape[1:])[:, j], b)
             found.append(gradient(p, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of)))
         value, grads = jax.tree.map(lambda *x: sum(x) / k, *found)
-        updates, opt = tx.update(grads, opt, p)
+        updates, opt = update(grads, opt, p)
         p = optax.apply_updates(p, updates)
         close(metrics["loss"], value)
     close(plan.unwrap(state).params, p, 1e-4)

@@ -157,11 +157,11 @@ def optimizer() -> optax.GradientTransformation:
 def on_one_device(loss: Callable[..., Any], examples: int) -> Any:
     """Losses and aux of the steps, and the parameters after them."""
     tx, p = optimizer(), params()
-    gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    gradient, update = jax.jit(jax.value_and_grad(loss, has_aux=True)), jax.jit(tx.update)
     state, seen = tx.init(p), []
     for i in range(STEPS):
         found, grads = gradient(p, batch(i, examples))
-        updates, state = tx.update(grads, state, p)
+        updates, state = update(grads, state, p)
         p = optax.apply_updates(p, updates)
         seen.append(found)
     return seen, p

@@ -119,12 +119,16 @@ def updated(tx, level, steps=2, params=None, devices=None, **options):
         )
 
     audit = gshard.audit(step, state.params, state.opt_state, divided(arrays(1, shapes)), plan=plan)
-    new, opt_state, right, alone = state.params, state.opt_state, params, tx.init(params)
+    @jax.jit
+    def on_one(params, opt_state, grads):
+        changes, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, changes), opt_state
+
+    new, opt_state, right, alone = state.params, state.opt_state, params, jax.jit(tx.init)(params)
     for i in range(steps):
         grads = arrays(1 + i, shapes)
         new, opt_state = step(new, opt_state, divided(grads))
-        changes, alone = jax.jit(tx.update)(grads, alone, right)
-        right = optax.apply_updates(right, changes)
+        right, alone = on_one(right, alone, grads)
     return gshard.full_params(state.replace(params=new)), right, audit, plan
 
 

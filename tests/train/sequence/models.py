@@ -91,7 +91,7 @@ def batch(seed: int = 0) -> dict[str, np.ndarray]:
 
 @functools.cache
 def init(model: Model) -> Any:
-    return model.init(jax.random.key(0), batch()["x"][:1])["params"]
+    return jax.jit(model.init)(jax.random.key(0), batch()["x"][:1])["params"]
 
 
 def losses(model: Model, params: Any, batch: Any, **options: Any) -> jax.Array:
