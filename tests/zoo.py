@@ -293,9 +293,10 @@ class NNXGPT(nnx.Module):
 
 
 def _linen(name, module, batch, labels, **more) -> Model:
+    made = jax.jit(module.init)  # one program; its operations one by one are dozens
+
     def init(seed):
-        rows = batch(0, 1, 0)
-        return module.init(jax.random.key(seed), _inputs(rows))["params"]
+        return made(jax.random.key(seed), _inputs(batch(0, 1, 0)))["params"]
 
     def loss(params, rows):
         return cross_entropy(module.apply({"params": params}, _inputs(rows)), labels(rows))

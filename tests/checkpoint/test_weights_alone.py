@@ -47,7 +47,7 @@ class State(TrainState):
 def state(seed: int, tx: optax.GradientTransformation, width: int = 10) -> State:
     """A state of which every array depends on the seed."""
     net = Net(width)
-    variables = net.init(jax.random.key(seed), jnp.ones((1, 5)))
+    variables = jax.jit(net.init)(jax.random.key(seed), jnp.ones((1, 5)))
     params, stats = (jax.tree.map(lambda x: x + seed, variables[name]) for name in COLLECTIONS)
     average = jax.tree.map(lambda x: x + 0.5, params)
     more = {"batch_stats": stats, "average": average, "key": jax.random.key(seed)}

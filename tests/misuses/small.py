@@ -85,10 +85,14 @@ def alone(loss: Callable[..., Any] = loss_fn, batch: Any = BATCH, steps: int = 1
     """Parameters after some steps on one device."""
     own = jax.tree.map(jnp.asarray, params())
     inner = tx.init(own)
+
+    @jax.jit
+    def step(own: Any, inner: Any) -> Any:
+        updates, inner = tx.update(jax.grad(loss)(own, batch), inner, own)
+        return optax.apply_updates(own, updates), inner
+
     for _ in range(steps):
-        grads = jax.grad(loss)(own, batch)
-        updates, inner = tx.update(grads, inner, own)
-        own = optax.apply_updates(own, updates)
+        own, inner = step(own, inner)
     return own
 
 

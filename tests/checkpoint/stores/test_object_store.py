@@ -313,9 +313,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize(
-    "kills, seed", quick([(25, 0), (25, 1), (25, 2), (25, 3), (4, 4)], [(4, 4)])
-)
+@pytest.mark.parametrize("kills, seed", quick([(25, 0), (25, 1), (4, 4)], [(4, 4)]))
 def test_killed_at_any_moment_it_goes_on_from_a_complete_step(address, server, kills, seed):
     """Its losses are those of a run that never stopped."""
     draw, losses = random.Random(seed), Training("p_g_os", 2).train(*range(40))

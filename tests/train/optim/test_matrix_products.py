@@ -119,6 +119,7 @@ def updated(tx, level, steps=2, params=None, devices=None, **options):
         )
 
     audit = gshard.audit(step, state.params, state.opt_state, divided(arrays(1, shapes)), plan=plan)
+
     @jax.jit
     def on_one(params, opt_state, grads):
         changes, opt_state = tx.update(grads, opt_state, params)

@@ -188,10 +188,18 @@ def test_every_optimizer_updates_as_on_one_device(names, level):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [3, 8])
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("names", parts_of(OPTIMIZERS), ids=lambda names: names[0])
-def test_the_full_product(names, level, devices):
+@pytest.mark.parametrize(
+    ("names", "level", "devices"),
+    [
+        (names, level, devices)
+        for i, names in enumerate(parts_of(OPTIMIZERS))
+        for j, level in enumerate(LEVELS)
+        for k, devices in enumerate((3, 8))
+        if (i + j + k) % 2 == 0  # each two of the three together
+    ],
+    ids=lambda x: x[0] if isinstance(x, tuple) else str(x),
+)
+def test_steps_of_every_optimizer_are_those_of_one_device(names, level, devices):
     micro_batches = 2 if devices == 3 else 1
     assert_same(divided(names, level, devices, micro_batches=micro_batches), one_device(names))
 
