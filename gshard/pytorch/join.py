@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -27,7 +28,8 @@ class Join:
     """A context in which a device that has run out of data takes part with weight 0.
 
     Every device runs every step, as collectives require. A device without data runs on examples of
-    another device, or on its own last ones: BatchNorm statistics include these examples.
+    another device, or on its own last ones, with 0 for numbers that are not finite: BatchNorm
+    statistics include these examples.
 
     Example:
       >>> from flax import nnx
@@ -138,7 +140,7 @@ class Join:
                         "join: this process has no batch at all, so the shapes of the others' "
                         "batches are unknown here. Give each process at least one batch."
                     )
-                # Examples that some device trains on: old ones may have no finite gradient by now.
+                # Examples that some device trains on: old ones may have no finite loss by now.
                 spare = max(known, key=lambda s: s.left).batch
                 batches = [s.batch if s.left else spare for s in sources]
                 if len({str(_shapes(x)) for x in batches}) > 1:
@@ -205,6 +207,8 @@ class _Source:
                     "which can be read only once: if an earlier loop has read it, make a new one "
                     "for each epoch."
                 )
+            if not self.idle:
+                self.batch = jax.tree.map(_finite, self.batch)
             self.idle += 1
             return
         if self.batch is not None and _shapes(batch) != _shapes(self.batch):
@@ -218,6 +222,13 @@ class _Source:
 
 def _shapes(batch: Any) -> dict[str, tuple[int, ...]]:
     return {path: np.shape(x) for path, x in zip(*flatten(batch)[:2], strict=True)}
+
+
+def _finite(x: Any) -> Any:
+    """Zeros in place of NaN and infinities, whose loss would stay NaN with a weight of 0."""
+    if not np.ndim(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return np.where(np.isfinite(x), x, np.zeros((), x.dtype))
 
 
 def _concatenated(*arrays: Any) -> Any:

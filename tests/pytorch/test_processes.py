@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.processes import run_workers_once
-from tests.pytorch.test_zero_redundancy_optimizer import on_one_device, rows
+from tests.pytorch.test_zero_redundancy_optimizer import Net, loss_fn, on_one_device, rows
 from tests.pytorch.zero_worker import PARTITIONS, ROWS, STEPS, UNEVEN
 
 
@@ -37,6 +39,15 @@ def test_uneven_inputs_of_processes(found):
     for process in found:
         for i, y in enumerate(jax.tree.leaves(wanted)):
             np.testing.assert_allclose(process[f"join/{i}"], y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_last_batch_with_nan_is_not_seen_while_others_go_on(found):
+    """Zero times NaN is NaN: the gradient is that of the process that has data."""
+    model, batch = Net(), jax.tree.map(jnp.asarray, rows(UNEVEN, 1))
+    wanted = jax.tree.leaves(nnx.jit(nnx.grad(loss_fn))(model, batch))
+    for process in found:
+        for i, y in enumerate(wanted):
+            np.testing.assert_allclose(process[f"beside NaN/{i}"], y, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_of_one_process_joins_nobody(found):

@@ -75,6 +75,15 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
     alone = gshard.paddle.DataParallel(Net(), group=jax.local_devices())
     with gshard.pytorch.Join([alone]) as join:  # not with the model of the other process
         found["own"] = np.array(sum(1 for _ in join(rows(UNEVEN, i) for i in range(3 + 2 * rank))))
+    dp, bad = gshard.paddle.DataParallel(Net()), rows(UNEVEN, 0)
+    bad["x"][3] = np.nan
+    batches = [[bad], [rows(UNEVEN, i) for i in range(2)]][rank]
+    with gshard.pytorch.Join([dp], divide_by_initial_world_size=False) as join:
+        for batch in join(batches):
+            dp.clear_gradients()
+            dp.backward(loss_fn, batch)
+    for i, x in enumerate(jax.tree.leaves(dp.grads)):
+        found[f"beside NaN/{i}"] = np.asarray(x.addressable_data(0))
     np.savez(file, **found)
 
 
