@@ -12,7 +12,9 @@ from gshard.wrapped.files import load, save
 from gshard.wrapped.state_dict import (
     check,
     check_optimizer_values,
+    compare_values,
     differing_names,
+    put_values,
     set_values,
 )
 from gshard.wrapped.wrapped_model import Wrapped, kept
@@ -81,11 +83,12 @@ def load_group_sharded_model(model: Any, output: str | Path, optimizer: Any = No
         raise GShardError(
             f"{call}: {output} has the state of another model: {strange}. Nothing was changed."
         )
+    compare_values(values["model"], stored)
     if optimizer is not None:
         its = optimizer._gshard_named()
         check_optimizer_values(values["optimizer"], its)
         set_values(optimizer, values["optimizer"], its)
-    set_values(model, values["model"], stored)
+    put_values(model, values["model"], stored)
 
 
 def _check(model: Any, optimizer: Any, call: str) -> None:

@@ -214,19 +214,24 @@ def set_values(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> N
     Raises:
       GShardError: a process gives other values than the others.
     """
-    _compare({name: values[name] for name in stored if name in values}, stored)
+    compare_values(values, stored)
     put_values(target, values, stored)
 
 
-def _compare(values: Mapping[str, Any], stored: NamedArrays) -> None:
-    """Compares values that several processes give: each sets its own shards, from its own."""
+def compare_values(values: Mapping[str, Any], stored: NamedArrays) -> None:
+    """Compares values that several processes give: each sets its own shards, from its own.
+
+    Raises:
+      GShardError: a process gives other values than the others.
+    """
     shardings = [getattr(x, "sharding", None) for x, _ in stored.values()]
     named = [x.mesh for x in shardings if isinstance(x, jax.NamedSharding)]
     meshes = [x for x in named if isinstance(x, Mesh)]
     if not meshes or not meshes[0].is_multi_process or jax.process_count() == 1:
         return
     dtypes = {name: np.uint32 if is_key(x) else x.dtype for name, (x, _) in stored.items()}
-    refuse_different(((name, np.asarray(x, dtypes[name])) for name, x in values.items()), meshes[0])
+    given = ((name, np.asarray(values[name], dtypes[name])) for name in stored if name in values)
+    refuse_different(given, meshes[0])
 
 
 def refuse_different(values: Iterable[tuple[str, np.ndarray]], mesh: Mesh) -> None:

@@ -118,6 +118,27 @@ def state_dict_loaded(rank: int, alone: bool = False) -> None:
         model.load_state_dict(values)
 
 
+def other_models_loaded(rank: int) -> Any:
+    """Each process loads another model; SGD has nothing that differs with it but its step."""
+    import optax
+    from flax import nnx
+
+    def wrapped(seed: int) -> Any:
+        net = nnx.Linear(16, 8, rngs=nnx.Rngs(seed))
+        model, opt, _ = gshard.paddle.group_sharded_parallel(net, optax.sgd(0.1), "os")
+        return model, opt
+
+    for seed in range(2):
+        model, opt = wrapped(seed)
+        opt.step.set_value(opt.step.get_value() + 3)
+        gshard.paddle.save_group_sharded_model(model, FOLDER / f"model{seed}", opt)
+    model, opt = wrapped(2)
+    try:
+        gshard.paddle.load_group_sharded_model(model, FOLDER / f"model{rank}", opt)
+    except gshard.GShardError as error:
+        return ("the processes set different values" in str(error), int(opt.step)), (True, 0)
+
+
 def values_saved() -> None:
     gshard.paddle.save({"w": np.arange(6.0)}, FOLDER / "values")
 
@@ -740,6 +761,9 @@ ROWS: dict[str, Row] = {
     "gshard.paddle.load on one process": right(values_loaded),
     "other values in load_state_dict": refused(
         state_dict_loaded, "the processes set different values: bias", "process 1", "broadcast"
+    ),
+    "gshard.paddle.load_group_sharded_model: other models change nothing": right(
+        other_models_loaded
     ),
     "load_state_dict on one process": refused(
         lambda r: state_dict_loaded(r, alone=True),
