@@ -293,7 +293,7 @@ class NNXGPT(nnx.Module):
 
 
 def _linen(name, module, batch, labels, **more) -> Model:
-    made = jax.jit(module.init)  # one program; its operations one by one are dozens
+    made = jax.jit(module.init)  # one program, instead of dozens of operations compiled one by one
 
     def init(seed):
         return made(jax.random.key(seed), _inputs(batch(0, 1, 0)))["params"]

@@ -77,7 +77,8 @@ def group_sharded_parallel(
         for a model on the same devices.
       group: the devices to shard over, from `gshard.paddle.new_group`, or a mesh. Default: all.
       offload: keep the optimizer state, and sharded parameters, in host memory between steps.
-      sync_buffers: buffers that the loss changes take the value of the first device, not the mean.
+      sync_buffers: buffers that the loss changes take the value of the first device, not the mean;
+        within `gshard.pytorch.Join` also where that device has no data left.
       buffer_max_size: size of a gradient bucket in elements; 0 turns buckets off.
       segment_size: in elements. At `"p_g_os"` larger parameters are sharded; the other levels use
         the default threshold of `gshard.shard_train_state`.

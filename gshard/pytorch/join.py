@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -22,14 +21,15 @@ from gshard.wrapped.accumulation import Accumulation
 from gshard.wrapped.wrapped_model import Wrapped, kept
 
 _MANY = 1000  # batches that a device has waited for the others
+_END = object()  # of an iterable
 
 
 class Join:
     """A context in which a device that has run out of data takes part with weight 0.
 
     Every device runs every step, as collectives require. A device without data runs on examples of
-    another device, or on its own last ones, with 0 for numbers that are not finite: BatchNorm
-    statistics include these examples.
+    another device of its process or, if the process has no data left, on the last ones of its first
+    input, with zeros for NaN and infinities. BatchNorm statistics include these examples.
 
     Example:
       >>> from flax import nnx
@@ -61,7 +61,8 @@ class Join:
           throw_on_early_termination: raise on all processes as soon as one runs out of data.
           divide_by_initial_world_size: average gradients over all devices, as PyTorch does by
             default. False: over the devices that have data, which matches single-device training
-            on the examples of all of them.
+            on the examples of all of them. Use False with a loss that returns `gshard.Weighted`:
+            the default adds the weights of examples that devices without data run on.
 
         Raises:
           ArgumentTypeError: a joinable is neither of the two.
@@ -140,7 +141,7 @@ class Join:
                         "join: this process has no batch at all, so the shapes of the others' "
                         "batches are unknown here. Give each process at least one batch."
                     )
-                # Examples that some device trains on: old ones may have no finite loss by now.
+                # Examples that some device trains on: old ones may no longer have a finite loss.
                 spare = max(known, key=lambda s: s.left).batch
                 batches = [s.batch if s.left else spare for s in sources]
                 if len({str(_shapes(x)) for x in batches}) > 1:
@@ -198,19 +199,22 @@ class _Source:
 
     def advance(self) -> None:
         """Takes the next batch, if there is one."""
-        batch = next(self._batches, None) if self.left else None
-        self.left = batch is not None
-        if batch is None:
+        batch = next(self._batches, _END) if self.left else _END
+        self.left = batch is not _END
+        if not self.left:
             if self.batch is None and self._is_iterator and not self.idle:
                 warn(
                     f"join: {self._name} has no batch. It is an iterator, such as a generator, "
                     "which can be read only once: if an earlier loop has read it, make a new one "
                     "for each epoch."
                 )
-            if not self.idle:
-                self.batch = jax.tree.map(_finite, self.batch)
             self.idle += 1
             return
+        if batch is None:
+            raise GShardError(
+                f"join: a batch of {self._name} is None, and no step can run on it. Leave it out "
+                "of the iterable."
+            )
         if self.batch is not None and _shapes(batch) != _shapes(self.batch):
             raise GShardError(
                 f"join: a batch of {self._name} has shapes {_shapes(batch)}, but the previous one "
@@ -222,13 +226,6 @@ class _Source:
 
 def _shapes(batch: Any) -> dict[str, tuple[int, ...]]:
     return {path: np.shape(x) for path, x in zip(*flatten(batch)[:2], strict=True)}
-
-
-def _finite(x: Any) -> Any:
-    """Zeros in place of NaN and infinities, whose loss would stay NaN with a weight of 0."""
-    if not np.ndim(x) or not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    return np.where(np.isfinite(x), x, np.zeros((), x.dtype))
 
 
 def _concatenated(*arrays: Any) -> Any:

@@ -374,10 +374,11 @@ class Accumulation:
             given = (given, scale)
         if self.joined is None:
             return loss_fn, given
-        if self._depth:
+        if self._depth or self._pending is not None:
             raise GShardError(
-                "no_sync within Join: devices without data have weight 0, and the total weight is "
-                "only known when gradients are reduced. Call backward outside no_sync."
+                "no_sync and Join: devices without data have weight 0, and the total weight is "
+                "only known when gradients are reduced. Call backward outside no_sync, and end an "
+                "accumulation that no_sync began before the loop over join(...)."
             )
         shares, initial = self.joined
         of_examples = np.repeat(shares, sizes[0] if sizes else 1)
@@ -399,7 +400,7 @@ class Accumulation:
             if unused := unused_params(loss_fn, self.plan, wrt, batch):
                 warn(f"the loss does not use {some(unused)}: their gradients are zero.")
         code = code_of(own_loss(loss_fn))
-        kept = [own_loss(f) for f, at in self._of_loss if at == local]
+        kept = {own_loss(f) for f, at in self._of_loss if at == local} - {own_loss(loss_fn)}
         alike = [f for f in kept if code_of(f) == code]
         if len(alike) == 2:
             warn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -46,11 +47,21 @@ class Joined:
     def __call__(self, model: nnx.Module, batch: Any) -> Any:
         """Returns the loss on one device; `shares` has one entry per example, all 1 or all 0."""
         batch, shares = batch
-        loss = self.loss_fn(model, batch)
+        has_data = shares[0] > 0
+        loss = self.loss_fn(model, jax.tree.map(partial(_finite, has_data), batch))
         if not isinstance(loss, Weighted):
-            loss = Weighted(jnp.asarray(loss), jnp.ones(()))
-        total = jnp.where(shares[0] > 0, loss.sum, 0)
-        return Weighted(total, loss.weight if self.initial else loss.weight * shares[0])
+            if not hasattr(loss, "dtype"):
+                return loss  # refused later
+            loss = Weighted(loss, jnp.ones(()))
+        total = jnp.where(has_data, loss.sum, 0)
+        return Weighted(total, loss.weight if self.initial else jnp.where(has_data, loss.weight, 0))
+
+
+def _finite(has_data: jax.Array, x: jax.Array) -> jax.Array:
+    """On a device without data, zeros for NaN and infinities: a weight of 0 times NaN is NaN."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return jnp.where(has_data | jnp.isfinite(x), x, 0)
 
 
 def check_closure(loss_fn: Any, model: nnx.Module) -> None:

@@ -219,7 +219,7 @@ def set_values(target: Any, values: Mapping[str, Any], stored: NamedArrays) -> N
 
 
 def compare_values(values: Mapping[str, Any], stored: NamedArrays) -> None:
-    """Compares values that several processes give: each sets its own shards, from its own.
+    """Compares the values of all processes, since each sets its shards from its own.
 
     Raises:
       GShardError: a process gives other values than the others.

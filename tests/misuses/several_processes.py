@@ -119,7 +119,7 @@ def state_dict_loaded(rank: int, alone: bool = False) -> None:
 
 
 def other_models_loaded(rank: int) -> Any:
-    """Each process loads another model; SGD has nothing that differs with it but its step."""
+    """The optimizers' values are equal, so that only the models differ."""
     import optax
     from flax import nnx
 
@@ -189,7 +189,7 @@ def compares_replicas(rank: int) -> Any:
 
     from tests.misuses import small
 
-    state, plan = small.shard(small.linen(optax.sgd(0.1)), "dp")
+    state, plan = small.shard(small.linen(optax.sgd(0.1)))
     step = gshard.make_train_step(small.loss_fn, plan, check_replicas=1)
     for _ in range(3):  # the comparison after a call is read two calls later
         state, _ = step(state, own(rank))
@@ -762,7 +762,7 @@ ROWS: dict[str, Row] = {
     "other values in load_state_dict": refused(
         state_dict_loaded, "the processes set different values: bias", "process 1", "broadcast"
     ),
-    "gshard.paddle.load_group_sharded_model: other models change nothing": right(
+    "load_group_sharded_model of different models is refused and changes nothing": right(
         other_models_loaded
     ),
     "load_state_dict on one process": refused(

@@ -213,5 +213,31 @@ def test_no_sync_within_join_is_refused():
     dp = gshard.paddle.DataParallel(Net(), group=devices(2))
     with gshard.pytorch.Join([dp]) as join, dp.no_sync():
         for batch in join([rows(4, 0)]):
-            with pytest.raises(gshard.GShardError, match="no_sync within Join"):
+            with pytest.raises(gshard.GShardError, match="no_sync and Join"):
                 dp.backward(loss_fn, batch)
+    with dp.no_sync():
+        dp.backward(loss_fn, rows(4, 0))
+    with gshard.pytorch.Join([dp]) as join:
+        for batch in join([rows(4, 0)]):
+            with pytest.raises(gshard.GShardError, match="accumulation that no_sync began before"):
+                dp.backward(loss_fn, batch)
+
+
+def test_a_batch_that_is_none_does_not_end_the_data():
+    dp = gshard.paddle.DataParallel(Net(), group=devices(2))
+    with (
+        pytest.raises(gshard.GShardError, match=r"a batch of inputs\[1\] is None"),
+        gshard.pytorch.Join([dp]) as join,
+    ):
+        list(join([rows(4, 0)] * 3, [rows(4, 0), None, rows(4, 1)]))
+
+
+def test_a_loss_that_is_refused_elsewhere_is_refused_alike():
+    dp = gshard.paddle.DataParallel(Net(), group=devices(2))
+    said = []
+    for joined in (False, True):
+        with pytest.raises(gshard.GShardError) as caught, gshard.pytorch.Join([dp]) as join:
+            for batch in join([rows(4, 0)]) if joined else [rows(4, 0)]:
+                dp.backward(lambda m, b: (loss_fn(m, b), {"x": 1}), batch)
+        said.append(str(caught.value))
+    assert said[0] == said[1] and "loss alone" in said[0]

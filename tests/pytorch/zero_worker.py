@@ -7,8 +7,8 @@ Every process passes its own rows. What it saw goes to FILE.
 
 from __future__ import annotations
 
-import functools
 import sys
+from functools import partial
 
 import gshard
 
@@ -35,7 +35,7 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
         opt = gshard.pytorch.ZeroRedundancyOptimizer(
             dp.parameters(),
             # its address, which a message may name, differs between the processes
-            functools.partial(optax.adam, b1=0.9) if partition == "greedy" else optax.adam,
+            partial(optax.adam, b1=0.9) if partition == "greedy" else optax.adam,
             parameters_as_bucket_view=partition == "greedy",
             partition=partition,
             lr=0.01,
@@ -78,12 +78,16 @@ def main(coordinator: str, processes: int, rank: int, file: str) -> None:
     dp, bad = gshard.paddle.DataParallel(Net()), rows(UNEVEN, 0)
     bad["x"][3] = np.nan
     batches = [[bad], [rows(UNEVEN, i) for i in range(2)]][rank]
-    with gshard.pytorch.Join([dp], divide_by_initial_world_size=False) as join:
-        for batch in join(batches):
-            dp.clear_gradients()
-            dp.backward(loss_fn, batch)
-    for i, x in enumerate(jax.tree.leaves(dp.grads)):
-        found[f"beside NaN/{i}"] = np.asarray(x.addressable_data(0))
+    spec = jax.NamedSharding(dp.plan.mesh, dp.plan.batch_spec)
+    of_all = partial(jax.make_array_from_process_local_data, spec)
+    whole = [jax.tree.map(of_all, batch) for batch in batches]
+    for name, given in (("own", batches), ("global", whole)):
+        with gshard.pytorch.Join([dp], divide_by_initial_world_size=False) as join:
+            for batch in join(given):
+                dp.clear_gradients()
+                dp.backward(loss_fn, batch)
+        for i, x in enumerate(jax.tree.leaves(dp.grads)):
+            found[f"beside NaN/{name}/{i}"] = np.asarray(x.addressable_data(0))
     np.savez(file, **found)
 
 

@@ -136,14 +136,14 @@ def cases() -> list[Any]:
     ]
     pairs = [("small", x) for x in OPTIMIZERS]
     pairs += [
-        (x, "adamw") for x in ("linen_mlp", "nnx_mlp", "linen_gpt_scan_remat", "nnx_gpt_scan")
+        (x, "adamw") for x in ("linen_mlp", "nnx_mlp", "nnx_gpt_scan", "linen_gpt_scan_remat")
     ]
     table = [
         (name, level, tx, precision, both)
         for i, (name, tx) in enumerate(pairs)
         for j, level in enumerate(LEVELS)
         for k, precision in enumerate((None, "bfloat16"))
-        if (i + j + k) % 2 == 0  # each two of the three together
+        if (i + j + k) % 2 == 0  # every pair of values of two of these meets
     ]
     return now + [pytest.param(*x, marks=pytest.mark.slow) for x in table if x not in now]
 

@@ -195,7 +195,7 @@ def test_every_optimizer_updates_as_on_one_device(names, level):
         for i, names in enumerate(parts_of(OPTIMIZERS))
         for j, level in enumerate(LEVELS)
         for k, devices in enumerate((3, 8))
-        if (i + j + k) % 2 == 0  # each two of the three together
+        if (i + j + k) % 2 == 0  # every pair of values of two of these meets
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else str(x),
 )
