@@ -134,11 +134,8 @@ def test_steps_with_clipping_are_those_of_one_device(level):
     state, plan = sharded(DATA_EXPERT, level)
     step = gshard.make_train_step(loss, plan)
     own = params()
-    opt_state, gradient, update = (
-        tx.init(own),
-        jax.jit(jax.value_and_grad(loss)),
-        jax.jit(tx.update),
-    )
+    opt_state = tx.init(own)
+    gradient, update = jax.jit(jax.value_and_grad(loss)), jax.jit(tx.update)
     for seed in range(3):
         value, grads = gradient(own, batch(seed))
         updates, opt_state = update(grads, opt_state, own)
