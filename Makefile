@@ -47,7 +47,7 @@ check: lint  ## the linters and the fastest tests, before a commit (1 minute)
 test: setup-test  ## the quick tier of the tests (5-7 minutes on 2 cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: setup-dev setup-docs setup-writers setup-stores setup-others  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md (2 hours on 2 cores)
+test-all: setup-all  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md (2 hours on 2 cores)
 	$(PYTEST) -p tests.record $(if $(SHARD),--shard $(SHARD)) $(ARGS)
 
 docs: setup-docs  ## the site, in build/site: warnings and broken links are errors (1 minute)
@@ -74,7 +74,7 @@ clean:  ## remove caches and what the demo wrote (.venv stays)
 	rm -rf .pytest_cache .ruff_cache .hypothesis build dist demo-output* gpu-check
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
-.PHONY: setup-test setup-dev setup-docs setup-writers setup-compilers setup-stores setup-others
+.PHONY: setup-test setup-dev setup-docs setup-stores setup-all setup-compilers
 setup-test:
 	@scripts/venv.sh $(VENV) test,plot,data
 
@@ -84,14 +84,11 @@ setup-dev: setup-test
 setup-docs:
 	@scripts/venv.sh $(VENV) docs
 
-setup-writers:  # of gshard.Metrics; their tests are skipped without
-	@scripts/venv.sh $(VENV) tensorboard,wandb
-
-setup-compilers:  # for GPU and TPU; beside them a test run would ask for such devices
-	@scripts/venv.sh $(VENV)-compilers aot-gpu,aot-tpu
-
 setup-stores:  # servers of S3 and Google Cloud Storage; their tests are skipped without
 	@scripts/venv.sh $(VENV) stores
 
-setup-others:  # what other projects' code needs, and Ray; their tests are skipped without
-	@scripts/venv.sh $(VENV) others
+setup-all:  # also the writers of gshard.Metrics, what other projects' code needs, and Ray
+	@scripts/venv.sh $(VENV) test,plot,data,dev,docs,stores,tensorboard,wandb,others
+
+setup-compilers:  # for GPU and TPU; beside them a test run would ask for such devices
+	@scripts/venv.sh $(VENV)-compilers aot-gpu,aot-tpu

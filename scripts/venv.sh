@@ -4,8 +4,8 @@
 #   scripts/venv.sh DIR EXTRAS
 #
 # DIR is created when it is missing. gshard is installed from this checkout with the given extras
-# (comma-separated, as in `pip install -e '.[test,plot]'`). A stamp in DIR remembers what was
-# installed: the next call does nothing until pyproject.toml or the version changes.
+# (comma-separated, as in `pip install -e '.[test,plot]'`). A stamp in DIR for each extra remembers
+# what was installed: the next call does nothing until pyproject.toml or the version changes.
 #
 #   PYTHON=...   the Python to create it with (default: the first of python3.11, 3.12, 3.13, python3
 #                that works)
@@ -15,7 +15,8 @@ cd "$(dirname "$0")/.."
 
 dir=${1%/}
 extras=$2
-stamp=$dir/.gshard-installed-${extras//,/-}
+IFS=, read -ra stamps <<<"$extras"
+stamps=("${stamps[@]/#/$dir/.gshard-installed-}")
 
 say() { printf '== %s\n' "$*"; }
 die() { printf '%s\n' "$@" >&2; exit 1; }
@@ -74,7 +75,13 @@ works() {
     [ -z "$(grep -LF -- " $prefix" "$dir"/.gshard-installed-* 2>/dev/null)" ]
 }
 
-ready() { [ -z "${UPGRADE:-}" ] && [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; }
+ready() {
+    local stamp now
+    [ -z "${UPGRADE:-}" ] && now=$(fingerprint) || return 1
+    for stamp in "${stamps[@]}"; do
+        [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$now" ] || return 1
+    done
+}
 
 build_of() { "$1" -c 'import sys; print(sys.version)' 2>/dev/null; }
 
@@ -126,6 +133,8 @@ say "installing gshard and its extras [$extras] into $dir${size:-}"
     ${UPGRADE:+--upgrade --upgrade-strategy eager} --editable ".[$extras]" </dev/null
 # On all cores, where pip compiles on one. Some packages have files that are no Python of this version.
 "$dir/bin/python" -m compileall -q -j 0 "$dir/lib" >/dev/null 2>&1 || true
-fingerprint > "$dir/.new-stamp"
-mv "$dir/.new-stamp" "$stamp"  # whole or not at all: half a stamp is that of another environment
+for stamp in "${stamps[@]}"; do
+    fingerprint > "$dir/.new-stamp"
+    mv "$dir/.new-stamp" "$stamp"  # whole or not at all: half a stamp is that of another environment
+done
 say "$dir is ready"

@@ -46,6 +46,10 @@ jax.config.update("jax_enable_compilation_cache", False)
 def pytest_addoption(parser):
     shard = "the files of one shard, such as 1/4"
     parser.addoption("--shard", type=parse_shard, help=shard)
+    site = "test the site in this folder, where `make docs` built it, and build no other"
+    parser.addoption("--site", help=site)
+    demo = "test printed.txt and output/ in this folder, of the smallest demo, and run no other"
+    parser.addoption("--demo", help=demo)
 
 
 def pytest_configure(config):

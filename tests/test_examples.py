@@ -290,14 +290,15 @@ def run_smallest(module, output, name="smallest", *words):
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """The demo at its smallest, in its own process: what it printed and where it wrote."""
+def demo(pytestconfig, tmp_path_factory):
+    """The demo at its smallest, as `make demo` runs it: what it printed and where it wrote."""
 
     def run(folder):
-        printed = run_smallest("examples.train_gpt", folder / "output")
-        (folder / "printed.txt").write_text(printed)
+        modules = "examples.train_gpt", "examples.kill_and_resume"
+        printed = [run_smallest(module, folder / "output") for module in modules]
+        (folder / "printed.txt").write_text("".join(printed))
 
-    folder = once(tmp_path_factory, "demo", run)
+    folder = Path(pytestconfig.getoption("demo") or once(tmp_path_factory, "demo", run))
     output, printed = folder / "output", (folder / "printed.txt").read_text()
     results = json.loads((output / "results.json").read_text())
     runs = [Run(**run) for run in results["runs"]]
@@ -357,7 +358,7 @@ def test_demo_prints_the_table_and_a_sample(demo):
 
 @pytest.mark.slow
 def test_demo_kills_one_and_says_that_the_losses_are_identical(demo):
-    printed = run_smallest("examples.kill_and_resume", demo[1])
+    printed = demo[0]
     assert "Killed and started again, at p_g_os on 8 devices" in printed
     start, newest = re.search(r"disk: (.*); the newest complete step is (\d)", printed).groups()
     assert newest in start.split(", ")

@@ -389,6 +389,12 @@ def test_set_up_by_two_at_once_creates_one_environment(set_up, tmp_path):
     assert "again" not in "".join(said)
 
 
+def test_set_up_installs_what_is_missing_alone(set_up):
+    for extras, installs in (("test", True), ("test,docs", True), ("docs", False), ("dev", True)):
+        said, _ = set_up("here", extras).communicate()
+        assert f"installing gshard and its extras [{extras}]" in said if installs else not said
+
+
 def test_set_up_creates_a_moved_environment_again(set_up, tmp_path):
     set_up("before").communicate()
     (tmp_path / "before").rename(tmp_path / "after")

@@ -25,8 +25,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
+def site(pytestconfig, tmp_path_factory) -> Path:
     """The folder of the site, built as `make docs` does."""
+    if built := pytestconfig.getoption("site"):
+        return Path(built)
     for package in ("material", "mkdocstrings_handlers.python"):
         pytest.importorskip(package, reason="no MkDocs: pip install -e '.[docs]'")
     folder = tmp_path_factory.mktemp("site")
