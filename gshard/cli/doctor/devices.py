@@ -169,7 +169,7 @@ def unused(
         said = f"{said}: {hides}={environment[hides]}"
         if env_vars.LOCAL_PROCESS_ID in environment or "SLURM_LOCALID" in environment:
             return Check("devices of this process", "ok", said)
-        return Check(name, "warn", said, f"unset {hides}")
+        return Check(name, "warn", said, f"unless this is intended, unset {hides}")
     if kind == "nvidia" and used:
         fix = "see `nvidia-smi` and `dmesg` for the others: one may be broken, or in MIG mode"
         return Check(name, "fail", said, fix)
@@ -210,7 +210,6 @@ def to_install(kind: str, here: Hardware) -> str:
 
 _TOLERANCE = 1e-5
 _TRY_ANOTHER = "try another version of JAX, jaxlib or the driver; then report it to gshard"
-_STEPS = 2
 
 
 def train_step(seconds: float) -> list[Check]:
@@ -250,13 +249,13 @@ def probe_train_step() -> dict[str, Any]:
     # Otherwise TPUs, and GPUs with TF32, round the operands of a product.
     with jax.default_matmul_precision("highest"):
         wanted, opt_state = params, tx.init(params)
-        for _ in range(_STEPS):
+        for _ in range(2):
             updates, opt_state = tx.update(jax.grad(_loss)(wanted, batch), opt_state, wanted)
             wanted = optax.apply_updates(wanted, updates)
         for level in LEVELS:
             state, plan = shard_train_state((params, tx), mesh, LEVELS[level], min_shard_size=0)
             step = make_train_step(_loss, plan)
-            for _ in range(_STEPS):
+            for _ in range(2):
                 state, _ = step(state, batch)
             got = full_params(state)
             differences = jax.tree.map(lambda a, b: abs(np.asarray(a) - b).max(), got, wanted)

@@ -111,10 +111,12 @@ def _nvidia(root: Path) -> tuple[int, str, list[Check]]:
         return count, "", [Check(name, "fail" if count else "warn", said, fix)]
     models, driver = sorted({row[0] for row in rows}), rows[0][1]
     found = [Check(name, "ok", f"{len(rows)} ({', '.join(models)}), driver {driver}")]
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     taken = [
         f"GPU {i}: {bytes_of(int(used) * 2**20)} of {bytes_of(int(total) * 2**20)}"
         for i, (_, _, total, used) in enumerate(rows)
-        if total.isdigit() and used.isdigit() and int(used) > _TAKEN * int(total)
+        if (not chosen[:1].isdigit() or str(i) in chosen.split(","))
+        and (total.isdigit() and used.isdigit() and int(used) > _TAKEN * int(total))
     ]
     if taken:
         said = f"other programs hold {', '.join(taken)}"
@@ -131,18 +133,12 @@ def _numbered(folder: Path, prefix: str) -> int:
 def disks(accelerators: int) -> list[Check]:
     """Checks the temporary and the current directory, and /dev/shm."""
     found = []
-    for name, where in (
-        ("temporary directory", tempfile.gettempdir),
-        ("current directory", os.getcwd),
-    ):
+    places = {"temporary directory": tempfile.gettempdir, "current directory": os.getcwd}
+    for name, where in places.items():
         try:
             found.append(written(name, Path(where())))
         except OSError as error:  # it was removed; or none can be written
             found.append(Check(name, "fail", str(error), "cd to a folder that exists"))
-    wanted = os.environ.get("TMPDIR")
-    if wanted and os.path.abspath(wanted) != tempfile.gettempdir():
-        said = f"{wanted} cannot be used; temporary files go to {tempfile.gettempdir()}"
-        found.append(Check("TMPDIR", "warn", said, "name a folder that can be written"))
     if accelerators > 1 and os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free  # Docker gives 64 MiB
         if free < _GB:
@@ -152,7 +148,7 @@ def disks(accelerators: int) -> list[Check]:
 
 
 def written(name: str, folder: Path, count: int = 16 * 2**20) -> Check:
-    """Writes so many bytes into a new file, flushes, renames, reads and removes it."""
+    """Writes so many bytes into a new file, flushes, renames and removes it."""
     data = os.urandom(2**20) * (count // 2**20)
     try:
         free = shutil.disk_usage(folder).free
@@ -163,13 +159,10 @@ def written(name: str, folder: Path, count: int = 16 * 2**20) -> Check:
                 file.flush()
                 os.fsync(file.fileno())
             seconds = time.perf_counter() - began
-            same = Path(inside, "new").rename(Path(inside, "renamed")).read_bytes() == data
+            Path(inside, "new").rename(Path(inside, "renamed"))
     except OSError as error:
         fix = f"free some space in {folder} and make it writable, or run elsewhere"
         return Check(name, "fail", f"{folder}: {error.strerror}", fix)
-    if not same:
-        said = f"{folder}: the data read back differs from the data written"
-        return Check(name, "fail", said, "use another disk")
     said = f"{folder}: {count / 1e6 / seconds:,.0f} MB/s written, {bytes_of(free)} free"
     if free < _GB:
         return Check(name, "warn", said, "less than 1 GB: a checkpoint may not fit")
@@ -218,12 +211,8 @@ def _detected(environment: Mapping[str, str]) -> Check:
         fix = "start the script by srun, or by `gshard launch --nnodes ... --rank $SLURM_NODEID`"
         return Check("job", "warn", f"{said}: it is alone", fix)
     if (found := env_vars.of_other_launchers()) is not None:
-        return Check(
-            "job",
-            "warn",
-            f"{found[0]}: it is alone",
-            "start the script by `gshard launch`, or give initialize() the position",
-        )
+        fix = "start the script by `gshard launch`, or give initialize() the position"
+        return Check("job", "warn", f"{found[0]}: it is alone", fix)
     return Check("job", "ok", "this process is alone: no variable of a launcher or a cluster")
 
 
@@ -237,5 +226,4 @@ def met(at: Address, rank: int, count: int, seconds: float) -> Check:
         return Check("coordinator", "fail", str(error), fix)
     except GShardError as error:  # says how to fix it
         return Check("coordinator", "fail", str(error))
-    alone = " (loopback: processes of this machine alone)" if is_loopback(at.host) else ""
-    return Check("coordinator", "ok", f"all {count} processes met at {at}{alone}")
+    return Check("coordinator", "ok", f"all {count} processes met at {at}")
