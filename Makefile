@@ -3,7 +3,7 @@
 #   make demo CONFIG=configs/smallest.toml ARGS="--steps 20"
 #   make test ARGS="tests/train/test_numbers.py -k os_g"
 #   make test JOBS=0                     one process, for a debugger
-#   make test-all SHARD=1/4              the first of four parts
+#   make test-all SHARD=1/8              the first of eight parts
 
 CONFIG ?= configs/demo.toml
 ARGS   ?=
@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # One worker more than cores, fewer where memory is short (tests/tiers.py); a worker that has nothing
 # left takes tests from the others.
-PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal
+PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(if $(SHARD),--shard $(SHARD))
 
 # Tests of a second or less: boundaries, rules, words, parsing, planning.
 FASTEST := tests/test_imports.py tests/test_language.py tests/test_mutations.py tests/test_project.py \
@@ -47,8 +47,8 @@ check: lint  ## the linters and the fastest tests, before a commit (1 minute)
 test: setup-test  ## the quick tier of the tests (5-7 minutes on 2 cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: setup-all  ## every test, or those in SHARD=1/4 or ARGS=; updates docs/development/test-record.md (2 hours on 2 cores)
-	$(PYTEST) -p tests.record $(if $(SHARD),--shard $(SHARD)) $(ARGS)
+test-all: setup-all  ## every test, or those in SHARD=1/8 or ARGS=; updates docs/development/test-record.md (3 hours on 2 cores)
+	$(PYTEST) -p tests.record $(ARGS)
 
 docs: setup-docs  ## the site, in build/site: warnings and broken links are errors (1 minute)
 	$(VENV)/bin/python -m scripts.site_pages build/docs

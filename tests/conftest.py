@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import signal
 import sys
 
@@ -12,12 +13,23 @@ import psutil
 import pytest
 
 from tests.processes import FAST_COMPILATION, FUSE_LESS
-from tests.tiers import is_in_shard, is_slow_case, parse_shard, slow_cases, stale, workers
+from tests.tiers import (
+    WORKER_BYTES,
+    check_workers,
+    is_in_shard,
+    is_slow_case,
+    parse_shard,
+    slow_cases,
+    stale,
+    workers,
+)
 
 DEVICES = 8
 LARGE_BYTES = 0.9e9  # of a worker, which stays below tests.tiers.WORKER_BYTES
 GROWTH_BYTES = 0.25e9  # since programs were freed: what else a worker holds is not freed with them
 left_bytes = [0.0]  # in this worker, after programs were freed
+CHOSEN = pytest.StashKey[int]()  # the number of workers, where the command does not say it
+peaks: list[int] = []  # the most memory that each worker had, in bytes
 FLAGS = (
     f"--xla_force_host_platform_device_count={DEVICES}",
     FAST_COMPILATION,
@@ -53,18 +65,38 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Makes the quick tier compile in two thirds of the time, by fusing fewer operations.
+    """Refuses too many workers, and makes the quick tier compile in two thirds of the time.
 
-    Collectives stay the same, and temporaries within 2 %. A full run fuses as users' programs do.
-    JAX reads the flags at its first use of a device, which comes later.
+    It fuses fewer operations. Collectives stay the same, and temporaries within 2 %. A full run
+    fuses as users' programs do. JAX reads the flags when a device is first used, which comes later.
     """
+    if CHOSEN not in config.stash:
+        check_workers(config.getoption("numprocesses", None) or 0)
     if config.option.markexpr == "not slow" and jax.__version_info__ < (0, 11):
         os.environ["XLA_FLAGS"] += f" {FUSE_LESS}"
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_xdist_auto_num_workers():
-    return workers()
+def pytest_xdist_auto_num_workers(config):
+    config.stash[CHOSEN] = workers()
+    return config.stash[CHOSEN]
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        session.config.workeroutput["peak"] = kb * (1 if sys.platform == "darwin" else 1024)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node):
+    peaks.append(getattr(node, "workeroutput", {}).get("peak", 0))  # 0 of one that crashed
+
+
+def pytest_terminal_summary(terminalreporter):
+    if peaks:
+        most, limit = max(peaks) / 1e9, WORKER_BYTES / 1e9
+        terminalreporter.line(f"largest worker: {most:.2f} GB of memory (limit: {limit:.1f} GB)")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from tests import conftest, tiers
-from tests.tiers import is_in_shard, parse_shard, stale, workers
+from tests.tiers import check_workers, is_in_shard, parse_shard, stale, workers
 
 ROOT = Path(__file__).parents[1]
 
@@ -86,3 +87,28 @@ def test_workers_fit_the_memory_and_the_container(
     monkeypatch.setattr(tiers, "CPU_QUOTA", tmp_path / "cpu.max")
     (tmp_path / "cpu.max").write_text(quota)
     assert workers() == most
+    room = max(1, int(min(available, limit or available) / 1.5e9))
+    check_workers(room)
+    with pytest.raises(pytest.UsageError, match=rf"JOBS={room + 1} .* leave JOBS out"):
+        check_workers(room + 1)
+
+
+def test_only_a_number_of_workers_that_was_asked_for_is_refused(monkeypatch):
+    monkeypatch.setattr(tiers, "free_memory", lambda: 3.1e9)
+    config = SimpleNamespace(getoption={"numprocesses": 3}.get, stash={})
+    with pytest.raises(pytest.UsageError, match=r"JOBS=3 workers .* 4.5 GB .* 3.1 GB are free"):
+        conftest.pytest_configure(config)
+    conftest.pytest_xdist_auto_num_workers(config)
+    config.option = SimpleNamespace(markexpr="")
+    conftest.pytest_configure(config)
+
+
+@pytest.mark.slow
+def test_a_run_says_how_large_its_workers_became():
+    command = [sys.executable, "-m", "pytest", "tests/test_tiers.py", "-n", "2", "-k", "is_read"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (most,) = re.findall(
+        r"^largest worker: ([\d.]+) GB of memory \(limit: 1.5 GB\)$", done.stdout, re.M
+    )
+    assert 0.1 < float(most) < 1.5

@@ -2,7 +2,8 @@
 
 A test is slow if it is marked so, if `quick` leaves its case out, or if `slow_cases.txt` lists it:
 cases that took more than a quarter of a second, of tests whose other cases are quick, or that quick
-tests stand in for. `scripts/mutate.py` shows that the quick tier still notices every fault.
+tests stand in for. `scripts/mutate.py` shows that the quick tier still notices every fault, but for
+those whose tests are all slow.
 """
 
 from __future__ import annotations
@@ -63,9 +64,22 @@ def workers() -> int:
     quota, _, period = cgroup.contents(CPU_QUOTA).partition(" ")
     if quota.isdigit():  # else "max"
         cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, min(cores + 1, int(free_memory() / WORKER_BYTES)))
+
+
+def free_memory() -> int:
+    """Bytes of memory, of a container what it may use."""
     memory = psutil.virtual_memory().available
-    memory = min(memory, cgroup.memory_limit() or memory)
-    return max(1, min(cores + 1, int(memory / WORKER_BYTES)))
+    return min(memory, cgroup.memory_limit() or memory)
+
+
+def check_workers(asked: int) -> None:
+    """Raises if so many workers may need more memory than is free. One always runs."""
+    if asked > max(1, free_memory() / WORKER_BYTES):
+        raise pytest.UsageError(
+            f"JOBS={asked} workers may need {asked * WORKER_BYTES / 1e9:.1f} GB of memory, and "
+            f"{free_memory() / 1e9:.1f} GB are free: leave JOBS out, or close other programs."
+        )
 
 
 def parse_shard(text: str) -> tuple[int, int]:
