@@ -98,7 +98,8 @@ def earlier(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
             return found
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or only a part of one
         return {}
-    print(f"{folder / 'report.json'} is of another machine or other versions: it is replaced.")
+    old = (folder / "report.json").replace(folder / "report.old.json")
+    print(f"The report of another machine, other versions or other sizes is now {old}.")
     return {}
 
 

@@ -332,10 +332,12 @@ def test_sections_of_an_earlier_report_are_kept(tmp_path, monkeypatch, capsys):
     assert report["calibration"] == {"link": 2}
     _, report = told(tmp_path, monkeypatch, found(3, GPU), "--sections", "ranks")
     assert report["calibration"] == {"link": 2}
-    assert "replaced" not in capsys.readouterr().out
+    assert "is now" not in capsys.readouterr().out
     _, report = told(tmp_path, monkeypatch, found(4, GPU | {"devices": 4}), *given)
     assert [one["name"] for one in report["sections"]] == ["machine", "calibration"]
-    assert "of another machine or other versions: it is replaced" in capsys.readouterr().out
+    old = tmp_path / "report.old.json"
+    assert json.loads(old.read_text())["calibration"] == {"link": 2}
+    assert f"other versions or other sizes is now {old}." in capsys.readouterr().out
 
 
 def nvidia_smi(folder, monkeypatch, said):

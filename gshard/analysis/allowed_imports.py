@@ -29,7 +29,8 @@ class ModelOfFile(str):
         """Raises a `GShardError` if the module may be any code."""
         made = super().__new__(cls, model)
         made._module, made._allowed = model.partition(":")[0], allowed
-        if not _may_be_named(made._module, allowed):
+        is_there = _places(made._module.partition(".")[0]) is not None  # else load_setup says so
+        if is_there and not _may_be_named(made._module, allowed):
             raise _refusal(model, made._module)
         return made
 
@@ -65,22 +66,25 @@ def _may_be_named(name: str, allowed: Sequence[str]) -> bool:
     places = _places(name.partition(".")[0])
     if _is_one_of(name, [_SHIPPED]) and places == [Path(__file__).resolve().parents[1]]:
         return True
-    return bool(places) and all(map(_is_own, places))
+    return places is not None and places != [] and all(map(_is_own, places))
 
 
 def _is_one_of(name: str, allowed: Sequence[str]) -> bool:
     return any(name == x or name.startswith(f"{x}.") for x in allowed)
 
 
-def _places(top: str) -> list[Path]:
-    """The folders of a top-level package, or the file of a module; without importing it."""
+def _places(top: str) -> list[Path] | None:
+    """The folders of a top-level package, or the file of a module; without importing it.
+
+    None if there is no such module.
+    """
     find_modules_here()
     try:
-        spec = find_spec(top)
+        spec = find_spec(top) if top else None  # of a path such as ./model.py
     except (ImportError, ValueError):
         return []
     if spec is None:
-        return []
+        return None
     found = spec.submodule_search_locations
     if found is None:
         found = [spec.origin] if spec.origin and spec.has_location else []

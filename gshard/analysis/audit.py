@@ -49,7 +49,8 @@ def audit(
       *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings.
       plan: the plan of a jitted function, for the names of the mesh axes; by default the mesh of
         its inputs gives them.
-      budget: the budget of a jitted function, `gshard.budget(plan, ...)`, for the comparison.
+      budget: a budget for the comparison, `gshard.budget(plan, ...)`. By default that of a step of
+        `make_train_step`, which counts the nodes that JAX knows, not `devices_per_node`.
       devices_per_node: how many adjacent devices of the mesh share fast links, such as the 8 GPUs
         of a host. By default JAX says so of GPUs and TPUs; CPU devices are one node.
 

@@ -73,16 +73,16 @@ def read_calibration(path: str, target: Target) -> Calibration:
         if not (alone and value is None) and not _valid(value, str(field.type)):
             raise GShardError(f"{path} has {field.name}={shown(value)} in its calibration: {again}")
     made = Calibration(**values)
+    if target.hosts > 1:
+        raise GShardError(
+            f"{path}: a calibration is of one host, and {target.text} has {target.hosts}, whose "
+            "network it does not know: leave --calibration out."
+        )
     chip = chip_of_kind(made.device_kind)
     if chip != target.chip or made.devices != target.devices:
         raise GShardError(
             f"{path} was measured on {made.devices} x {made.device_kind}, and {target.text} has "
             f"{target.devices} x {target.chip.title}: {again}"
-        )
-    if target.hosts > 1:
-        raise GShardError(
-            f"{path} was measured on one host, and {target.text} has {target.hosts}, whose network "
-            "it does not know: leave --calibration out."
         )
     if made.small and target.platform != "cpu":
         raise GShardError(

@@ -82,10 +82,12 @@ def read_config(
                 values["arguments"] = {**known, name: value}
         else:
             values[key] = value
-    if options and "devices" in options and "target" not in options:
-        values.pop("target", None)  # the file's machine has another number of devices
-    if options and "target" in options and "devices" not in options:
+    one = {"devices", "target"}.intersection(options or {})
+    if one == {"target"}:
         values.pop("devices", None)
+    elif one == {"devices"} and isinstance(target := values.get("target"), str):
+        if parse_target(target).devices != values["devices"]:
+            del values["target"]
     config = _config_of(values, source)
     if config.model == source:
         return config
@@ -112,9 +114,10 @@ def _from_file(source: str) -> dict[str, Any]:
         ) from None
     except tomllib.TOMLDecodeError as error:
         if path.suffix == ".py":
+            parts = [path.stem] if path.is_absolute() else path.with_suffix("").parts
             raise GShardError(
                 f"{source} is a program, not TOML. Name the function in it that makes the model: "
-                f"{path.stem}:FUNCTION."
+                f"{'.'.join(parts)}:FUNCTION."
             ) from None
         raise GShardError(f"{source} is not TOML: {error}.") from None
     except (OSError, ValueError, RecursionError) as error:  # too many digits, or too deep

@@ -42,7 +42,7 @@ from gshard.analysis.setup import (
 )
 from gshard.analysis.tune import Option, Verdict, step_cost
 from gshard.sharding.group import entry_axes
-from gshard.sharding.topology import EXPERT
+from gshard.sharding.topology import EXPERT, REPLICA, SEQUENCE
 from gshard.train_state import as_state, kind_of
 
 _LEAST = 0.1  # of the parameters that can be kept, from which an axis is worth a line
@@ -123,11 +123,14 @@ def _compared(
     now, made = amounts(first) if sizes else (), []
     for size in sizes:
         choices = dataclasses.replace(first.choices, keep=keep)
+        with_axis = dataclasses.replace(first, expert=size, choices=choices)
         try:
-            then = amounts(dataclasses.replace(first, expert=size, choices=choices))
+            then = amounts(with_axis)
         except GShardError:  # such as a loss of each device alone, which cannot use experts
             continue
-        words = f"make_mesh(expert={size})" + (f", keep={keep}" if keep else "")
+        axes = {name: getattr(with_axis, name) for name in (REPLICA, EXPERT, SEQUENCE)}
+        axes_text = ", ".join(f"{name}={n}" for name, n in axes.items() if n > 1)
+        words = f"make_mesh({axes_text})" + (f", keep={keep}" if keep else "")
         made.append(ExpertAxis(words, *zip(now, then, strict=True)))
     return made
 

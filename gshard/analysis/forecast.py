@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from gshard._util.errors import ArgumentTypeError, GShardError, did_you_mean
-from gshard._util.tracebacks import short_traceback
+from gshard._util.tracebacks import at_line, short_traceback
 from gshard._util.validation import MOST_DEVICES, check_integer, shown
 from gshard.analysis.config import Config
 from gshard.analysis.forecast_report import Forecast, LevelForecast
@@ -287,6 +287,7 @@ def footprint_of(
     except Exception as error:
         first = "".join(str(error).strip().splitlines()[:1])
         raise GShardError(
-            f"the loss cannot be traced with this state and batch: {type(error).__name__}: {first}"
+            f"the loss cannot be traced with this state and batch{at_line(error)}: "
+            f"{type(error).__name__}: {first}"
         ) from error
     return footprint(traced, plan, platform, devices_per_node)

@@ -188,12 +188,12 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSe
         raise GShardError(f"model={name!r}: {error}") from error
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        module = where.removesuffix(".py").replace("/", ".")
+        module = where.removeprefix("./").removesuffix(".py").replace("/", ".")
         hint = "" if module == where else f" Did you mean '{module}:{attribute}'?"
         raise GShardError(
             f"model={name!r} cannot be imported: {said}.{hint} Modules are looked for in the "
             f"current folder ({os.getcwd()}), in PYTHONPATH and in installed packages."
-            if isinstance(error, ImportError)
+            if isinstance(error, ImportError) or where.startswith(".")
             else f"model={name!r}: its module fails on import: {said}"
         ) from error
     function = getattr(module, attribute, None)

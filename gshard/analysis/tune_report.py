@@ -18,9 +18,12 @@ from gshard.analysis.setup import on_each
 from gshard.analysis.tune import TIE, Verdict, best_of_each
 
 
-def base_of(found: Sequence[Verdict]) -> float:
-    """Seconds per step of the first option, the unit of times without a calibration."""
-    return next((x.cost.step for x in found if x.cost), 1.0)
+def base_of(found: Sequence[Verdict], axes: Sequence[ExpertAxis] = ()) -> float:
+    """Seconds per step of the first option, the unit of times without a calibration.
+
+    Where nothing fits, `axes` compare the nearest option with their own.
+    """
+    return next((x.cost.step for x in found if x.cost), axes[0].seconds[0] if axes else 1.0)
 
 
 def _time(seconds: float, base: float | None) -> str:

@@ -92,9 +92,9 @@ def _advise(given: Namespace, config: Config) -> common.Answer:
             file.commit()
             tell(f"wrote {given.html}")
     target = None if config.target is None else config.target.text
-    base = base_of(found) if measured is None else 1.0
-    unit = "step of the first option" if measured is None else "second"
     bits, axes = bits_to_save(config, found), expert_axes(config, found, measured)
+    base = base_of(found, axes) if measured is None else 1.0
+    unit = "step of the first option" if measured is None else "second"
     data = {
         "target": target,
         "unit": unit,

@@ -147,14 +147,16 @@ def _warnings_as_lines() -> Iterator[None]:
             warnings.simplefilter("always", GShardWarning)
             yield
     finally:
-        texts: dict[str, None] = {}  # several levels are examined, and give the same warnings
+        texts: dict[tuple[str, str], dict[str, None]] = {}  # to the levels that give the same one
         for x in caught:
             if issubclass(x.category, GShardWarning):
-                texts[re.sub(r" at level '\w+'", "", str(x.message))] = None
+                said = re.split(r"(?<= at level )('\w+')", str(x.message), maxsplit=1)
+                before, level, after = said if len(said) == 3 else (*said, "", "")
+                texts.setdefault((before, after), {})[level] = None
             else:
                 warnings.showwarning(x.message, x.category, x.filename, x.lineno)
-        for text in texts:
-            tell(f"warning: {text}")
+        for (before, after), levels in texts.items():
+            tell(f"warning: {before}{', '.join(levels)}{after}")
 
 
 def lines_of_progress(every: float = 5.0) -> Callable[[str], None]:

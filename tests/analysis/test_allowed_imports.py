@@ -34,14 +34,25 @@ def config(model: str) -> str:
 
 @pytest.mark.parametrize(
     "model",
-    ["os:system", "subprocess:run", "shutil:rmtree", "builtins:exec", "nothing:setup",
-     "gshard.cli.main:main", "gshard._util.durable:remove_folder", "examplesx:setup",
+    ["os:system", "subprocess:run", "shutil:rmtree", "builtins:exec",
+     "gshard.cli.main:main", "gshard._util.durable:remove_folder",
      "examples.train_gpt:main", "jax:jit"],
 )  # fmt: skip
 def test_a_file_may_not_name_any_code(folders, model):
     module = model.partition(":")[0]
     with pytest.raises(gshard.GShardError, match=f"pass --allow-import {module}, or give the"):
         read_config(config(model))
+
+
+def test_a_module_that_is_not_there_is_no_foreign_code(folders):
+    (folders[0] / "mine.py").write_text("def setup(): pass\n")
+    for model, said in (
+        ("mien:setup", "No module named 'mien'"),
+        ("./mine.py:setup", "mine:setup"),
+    ):
+        with pytest.raises(gshard.GShardError, match=said) as raised:
+            load_setup(read_config(config(model)).model)
+        assert "allow-import" not in str(raised.value)
 
 
 def test_nothing_is_imported_before_it_is_allowed(folders):

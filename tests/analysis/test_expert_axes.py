@@ -19,7 +19,7 @@ from gshard.analysis.config import Config
 from gshard.analysis.expert_axes import expert_axes, keepable, patterns
 from gshard.analysis.setup import Choices, TrainSetup, load_setup, without_arrays
 from gshard.analysis.tune import Option, Verdict
-from gshard.analysis.tune_report import advice_text
+from gshard.analysis.tune_report import advice_text, base_of
 from gshard.cli.main import main
 from gshard.models import llama, moe
 from tests.experts import MODELS, batch, mean_loss, params
@@ -130,6 +130,16 @@ def test_amounts_are_those_of_the_forecast_with_the_arguments(level):
         assert [x.stored, x.sent, x.network, x.peak] == list(pairs)
         assert min(x.seconds) > 0
         assert x.stored[1] < x.stored[0] or level == "p_g_os"
+
+
+def test_what_is_written_has_the_replicas_that_were_computed_with():
+    config, found = first_of()
+    option = dataclasses.replace(found[0].option, replica=2)
+    axes = expert_axes(config, [dataclasses.replace(found[0], option=option)])
+    assert [x.argument.partition("), keep")[0] for x in axes] == [
+        f"make_mesh(replica=2, expert={n}" for n in (8, 4, 2)
+    ]
+    assert base_of([], axes) == axes[0].seconds[0]  # where nothing fits
 
 
 def test_nothing_is_said_where_nothing_can_be_kept():

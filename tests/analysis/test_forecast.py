@@ -242,6 +242,7 @@ def test_options_win_over_a_file(tmp_path):
     assert (config.devices, config.target.text) == (16, "h100:2x8")
     config = read_config(str(path), {"devices": 4, "arguments.width": 32, "levels": "os,2"})
     assert (config.devices, config.target, config.levels) == (4, None, ("os", "os_g"))
+    assert read_config(str(path), {"devices": 16}).target.text == "h100:2x8"
     assert config.arguments == {"width": 32, "layers": 2}
     assert config.choices.micro_batches == 2
 
@@ -258,6 +259,7 @@ def test_options_win_over_a_file(tmp_path):
         ("model = 'a:b'\nmicro_batches = 0", "micro_batches=0 must be a whole number"),
         ("model = 'a:b'\noffload = 'yes'", "offload='yes' must be true or false"),
         ("model = 'a:b'\narguments = 3", "arguments=3 must be a table"),
+        ("model = 'a:b'\ntarget = 3", "target=3 must be a text"),
         ("model = 'a:b'\n[vary]\nx = 3", "vary.x=3 must be a list"),
         ("model = ", "is not TOML"),
         (f"devices = {'1' * 5000}", "cannot be read: Exceeds the limit"),
@@ -345,6 +347,18 @@ def test_the_command_in_a_folder_of_the_user_s(tmp_path):
     assert found == json.loads(json.dumps(gshard.forecast(setups.mlp(layers=5), 8).as_dict()))
 
 
+def test_a_warning_of_some_levels_names_them(capsys):
+    assert main(["plan", "tests.setups:quantized", "--devices", "8"]) == 0
+    (said,) = [x for x in capsys.readouterr().err.splitlines() if "wire=" in x]
+    assert said == "warning: wire='int8' changes nothing: no array is sharded at level 'dp'."
+    words = "plan", "tests.setups:mlp", "--devices", "8", "--reshard_after_forward", "false"
+    assert main(list(words)) == 0
+    said = capsys.readouterr().err
+    assert (
+        said.count("reshard_after_forward=False changes nothing at level 'dp', 'os', 'os_g',") == 1
+    )
+
+
 def test_warnings_are_lines_and_said_once(capsys):
     words = ["plan", "tests.setups:mlp", "--devices", "8", "--arguments.width", "64"]
     assert main(words) == 0
@@ -360,7 +374,12 @@ def test_warnings_are_lines_and_said_once(capsys):
     ("words", "said"),
     [
         (["tests.setups:mlp"], "how many devices?"),
-        ([__file__], "is a program, not TOML. Name the function in it that makes the model"),
+        ([__file__], "Name the function in it that makes the model: test_forecast:FUNCTION"),
+        (
+            ["tests/setups.py"],
+            "is a program, not TOML. Name the function in it that makes the model: "
+            "tests.setups:FUNCTION.",
+        ),
         (["nowhere.toml"], "there is no file 'nowhere.toml'"),
         (["tests.setups:mlp", "--devices", "8", "--levels", "oss"], "Did you mean 'os'?"),
         (["tests.setups:mlp", "--device", "8"], "Did you mean '--devices'?"),
@@ -490,6 +509,7 @@ def test_sizes_without_activations_never_fit():
         (["advise", "tests.setups:mlp", "--targett", "x"], "Did you mean '--target'?"),
         (["plan", "tests.setups:mlp", "--layers", "4"], "by name: --arguments.layers VALUE"),
         (["audit", "tests.setups:mlp", "--arguments", "layers=4"], "--arguments.NAME VALUE."),
+        (["plan", "tests.setups:mlp", "--model", "x"], "unknown option '--model'."),
         (["verify", ".", "--model", "x"], "unknown option '--model'.\n"),
         (["doctor", "--tmeout", "3"], "Did you mean '--timeout'?"),
         (["verify", ".", "--stp", "3"], "Did you mean '--step'?"),
