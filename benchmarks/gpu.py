@@ -13,6 +13,7 @@ about GPUs. Exits with 1 if a section fails.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import tempfile
@@ -98,8 +99,13 @@ def earlier(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
             return found
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or only a part of one
         return {}
-    old = (folder / "report.json").replace(folder / "report.old.json")
-    print(f"The report of another machine, other versions or other sizes is now {old}.")
+    kept = folder / time.strftime("report-%Y%m%d-%H%M%S.json")
+    (folder / "report.json").replace(kept)
+    with contextlib.suppress(FileNotFoundError):
+        (folder / "report.md").replace(kept.with_suffix(".md"))
+    print(
+        f"The earlier report is of another machine, other versions or other sizes: kept as {kept}."
+    )
     return {}
 
 

@@ -15,12 +15,12 @@ import pytest
 from tests.processes import FAST_COMPILATION, FUSE_LESS
 from tests.tiers import (
     WORKER_BYTES,
-    check_workers,
     is_in_shard,
     is_slow_case,
     parse_shard,
     slow_cases,
     stale,
+    too_many,
     workers,
 )
 
@@ -60,18 +60,18 @@ def pytest_addoption(parser):
     parser.addoption("--shard", type=parse_shard, help=shard)
     site = "test the site in this folder, where `make docs` built it, and build no other"
     parser.addoption("--site", help=site)
-    demo = "test printed.txt and output/ in this folder, of the smallest demo, and run no other"
+    demo = (
+        "test the smallest demo that ran into this folder (printed.txt, output/), and run no other"
+    )
     parser.addoption("--demo", help=demo)
 
 
 def pytest_configure(config):
-    """Refuses too many workers, and makes the quick tier compile in two thirds of the time.
+    """Makes the quick tier compile in two thirds of the time, by fusing fewer operations.
 
-    It fuses fewer operations. Collectives stay the same, and temporaries within 2 %. A full run
-    fuses as users' programs do. JAX reads the flags when a device is first used, which comes later.
+    Collectives stay the same, and temporaries within 2 %. A full run fuses as users' programs do.
+    JAX reads the flags at its first use of a device, which comes later.
     """
-    if CHOSEN not in config.stash:
-        check_workers(config.getoption("numprocesses", None) or 0)
     if config.option.markexpr == "not slow" and jax.__version_info__ < (0, 11):
         os.environ["XLA_FLAGS"] += f" {FUSE_LESS}"
 
@@ -80,6 +80,11 @@ def pytest_configure(config):
 def pytest_xdist_auto_num_workers(config):
     config.stash[CHOSEN] = workers()
     return config.stash[CHOSEN]
+
+
+def pytest_report_header(config):
+    asked = config.getoption("numprocesses", None) or 0
+    return [] if CHOSEN in config.stash else too_many(asked)
 
 
 def pytest_sessionfinish(session):
@@ -95,8 +100,10 @@ def pytest_testnodedown(node):
 
 def pytest_terminal_summary(terminalreporter):
     if peaks:
-        most, limit = max(peaks) / 1e9, WORKER_BYTES / 1e9
-        terminalreporter.line(f"largest worker: {most:.2f} GB of memory (limit: {limit:.1f} GB)")
+        terminalreporter.line(
+            f"largest worker that finished: {max(peaks) / 1e9:.2f} GB of memory, without the "
+            f"processes that its tests started (expected: below {WORKER_BYTES / 1e9:.1f} GB)"
+        )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -332,12 +332,13 @@ def test_sections_of_an_earlier_report_are_kept(tmp_path, monkeypatch, capsys):
     assert report["calibration"] == {"link": 2}
     _, report = told(tmp_path, monkeypatch, found(3, GPU), "--sections", "ranks")
     assert report["calibration"] == {"link": 2}
-    assert "is now" not in capsys.readouterr().out
+    assert "kept as" not in capsys.readouterr().out
     _, report = told(tmp_path, monkeypatch, found(4, GPU | {"devices": 4}), *given)
     assert [one["name"] for one in report["sections"]] == ["machine", "calibration"]
-    old = tmp_path / "report.old.json"
+    (old,) = tmp_path.glob("report-*.json")
     assert json.loads(old.read_text())["calibration"] == {"link": 2}
-    assert f"other versions or other sizes is now {old}." in capsys.readouterr().out
+    assert old.with_suffix(".md").exists()
+    assert f"other versions or other sizes: kept as {old}." in capsys.readouterr().out
 
 
 def nvidia_smi(folder, monkeypatch, said):

@@ -389,7 +389,7 @@ def test_set_up_by_two_at_once_creates_one_environment(set_up, tmp_path):
     assert "again" not in "".join(said)
 
 
-def test_set_up_installs_what_is_missing_alone(set_up):
+def test_set_up_installs_if_an_extra_is_missing(set_up):
     for extras, installs in (("test", True), ("test,docs", True), ("docs", False), ("dev", True)):
         said, _ = set_up("here", extras).communicate()
         assert f"installing gshard and its extras [{extras}]" in said if installs else not said

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.slow
 def site(pytestconfig, tmp_path_factory) -> Path:
     """The folder of the site, built as `make docs` does."""
     if built := pytestconfig.getoption("site"):
+        assert (Path(built) / "index.html").is_file(), f"{built} has no site: run make docs"
         return Path(built)
     for package in ("material", "mkdocstrings_handlers.python"):
         pytest.importorskip(package, reason="no MkDocs: pip install -e '.[docs]'")

@@ -2,7 +2,7 @@
 
 A test is slow if it is marked so, if `quick` leaves its case out, or if `slow_cases.txt` lists it:
 cases that took more than a quarter of a second, of tests whose other cases are quick, or that quick
-tests stand in for. `scripts/mutate.py` shows that the quick tier still notices every fault, but for
+tests stand in for. `scripts/mutate.py` shows that the quick tier still notices every fault, except
 those whose tests are all slow.
 """
 
@@ -73,13 +73,15 @@ def free_memory() -> int:
     return min(memory, cgroup.memory_limit() or memory)
 
 
-def check_workers(asked: int) -> None:
-    """Raises if so many workers may need more memory than is free. One always runs."""
-    if asked > max(1, free_memory() / WORKER_BYTES):
-        raise pytest.UsageError(
-            f"JOBS={asked} workers may need {asked * WORKER_BYTES / 1e9:.1f} GB of memory, and "
-            f"{free_memory() / 1e9:.1f} GB are free: leave JOBS out, or close other programs."
-        )
+def too_many(asked: int) -> list[str]:
+    """A warning, if so many workers may need more memory than there is."""
+    need, has = asked * WORKER_BYTES, free_memory()
+    if asked < 2 or need <= has:
+        return []
+    return [
+        f"warning: {asked} workers (JOBS= or -n) may need {need / 1e9:.1f} GB of memory, and "
+        f"{has / 1e9:.1f} GB are available. Use fewer, or close other programs."
+    ]
 
 
 def parse_shard(text: str) -> tuple[int, int]:

@@ -66,7 +66,7 @@ def _may_be_named(name: str, allowed: Sequence[str]) -> bool:
     places = _places(name.partition(".")[0])
     if _is_one_of(name, [_SHIPPED]) and places == [Path(__file__).resolve().parents[1]]:
         return True
-    return places is not None and places != [] and all(map(_is_own, places))
+    return bool(places and all(map(_is_own, places)))
 
 
 def _is_one_of(name: str, allowed: Sequence[str]) -> bool:

@@ -49,8 +49,9 @@ def audit(
       *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings.
       plan: the plan of a jitted function, for the names of the mesh axes; by default the mesh of
         its inputs gives them.
-      budget: a budget for the comparison, `gshard.budget(plan, ...)`. By default that of a step of
-        `make_train_step`, which counts the nodes that JAX knows, not `devices_per_node`.
+      budget: a budget for the comparison. By default the step's own, if `make_train_step` made it,
+        which ignores `devices_per_node`. To compare bytes between nodes, pass
+        `gshard.budget(plan, ..., devices_per_node=...)`.
       devices_per_node: how many adjacent devices of the mesh share fast links, such as the 8 GPUs
         of a host. By default JAX says so of GPUs and TPUs; CPU devices are one node.
 

@@ -52,6 +52,11 @@ def read_calibration(path: str, target: Target) -> Calibration:
     on_cpu = f"python -m benchmarks.gpu --sections calibration --devices {target.devices}"
     run = on_cpu if target.platform == "cpu" else "make gpu-check ARGS='--sections calibration'"
     again = f"run `{run}` in a checkout of gshard on {target.text}, or leave --calibration out."
+    if target.hosts > 1:
+        raise GShardError(
+            f"a calibration ({path}) is of one host, and {target.text} has {target.hosts}: it says "
+            "nothing of the network between them. Leave --calibration out."
+        )
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
@@ -73,11 +78,6 @@ def read_calibration(path: str, target: Target) -> Calibration:
         if not (alone and value is None) and not _valid(value, str(field.type)):
             raise GShardError(f"{path} has {field.name}={shown(value)} in its calibration: {again}")
     made = Calibration(**values)
-    if target.hosts > 1:
-        raise GShardError(
-            f"{path}: a calibration is of one host, and {target.text} has {target.hosts}, whose "
-            "network it does not know: leave --calibration out."
-        )
     chip = chip_of_kind(made.device_kind)
     if chip != target.chip or made.devices != target.devices:
         raise GShardError(

@@ -17,7 +17,7 @@ from gshard._util.errors import GShardError, did_you_mean
 from gshard._util.validation import MOST_DEVICES, check_integer, shown
 from gshard.analysis.allowed_imports import ModelOfFile
 from gshard.analysis.aot.target import Target, parse_target
-from gshard.analysis.setup import Choices, check_kept_axis
+from gshard.analysis.setup import Choices, check_kept_axis, module_at
 from gshard.sharding.level import LEVELS, parse_levels
 
 
@@ -114,10 +114,9 @@ def _from_file(source: str) -> dict[str, Any]:
         ) from None
     except tomllib.TOMLDecodeError as error:
         if path.suffix == ".py":
-            parts = [path.stem] if path.is_absolute() else path.with_suffix("").parts
             raise GShardError(
                 f"{source} is a program, not TOML. Name the function in it that makes the model: "
-                f"{'.'.join(parts)}:FUNCTION."
+                f"{module_at(source) or 'MODULE'}:FUNCTION."
             ) from None
         raise GShardError(f"{source} is not TOML: {error}.") from None
     except (OSError, ValueError, RecursionError) as error:  # too many digits, or too deep

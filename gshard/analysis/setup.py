@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -165,6 +166,12 @@ def batch_bytes(setup: TrainSetup, plan: Plan, choices: Choices) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
+def module_at(path: str) -> str:
+    """The module that a file is in the current folder; empty if it is in another one."""
+    parts = Path(os.path.relpath(path)).with_suffix("").parts
+    return "" if ".." in parts else ".".join(parts)
+
+
 def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSetup:
     """Calls a function that returns a `TrainSetup`, or a state as `shard_train_state` takes it.
 
@@ -188,8 +195,8 @@ def load_setup(name: str, arguments: Mapping[str, Any] | None = None) -> TrainSe
         raise GShardError(f"model={name!r}: {error}") from error
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        module = where.removeprefix("./").removesuffix(".py").replace("/", ".")
-        hint = "" if module == where else f" Did you mean '{module}:{attribute}'?"
+        module = module_at(where) if "/" in where or where.endswith(".py") else ""
+        hint = f" Did you mean '{module}:{attribute}'?" if module else ""
         raise GShardError(
             f"model={name!r} cannot be imported: {said}.{hint} Modules are looked for in the "
             f"current folder ({os.getcwd()}), in PYTHONPATH and in installed packages."

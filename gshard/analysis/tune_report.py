@@ -21,7 +21,7 @@ from gshard.analysis.tune import TIE, Verdict, best_of_each
 def base_of(found: Sequence[Verdict], axes: Sequence[ExpertAxis] = ()) -> float:
     """Seconds per step of the first option, the unit of times without a calibration.
 
-    Where nothing fits, `axes` compare the nearest option with their own.
+    Where nothing fits: those of the nearest option, with which `axes` are compared.
     """
     return next((x.cost.step for x in found if x.cost), axes[0].seconds[0] if axes else 1.0)
 

@@ -156,7 +156,9 @@ def _warnings_as_lines() -> Iterator[None]:
             else:
                 warnings.showwarning(x.message, x.category, x.filename, x.lineno)
         for (before, after), levels in texts.items():
-            tell(f"warning: {before}{', '.join(levels)}{after}")
+            *others, last = levels
+            listed = f"{', '.join(others)} and {last}" if others else last
+            tell(f"warning: {before}{listed}{after}")
 
 
 def lines_of_progress(every: float = 5.0) -> Callable[[str], None]:

@@ -48,7 +48,8 @@ def test_a_module_that_is_not_there_is_no_foreign_code(folders):
     (folders[0] / "mine.py").write_text("def setup(): pass\n")
     for model, said in (
         ("mien:setup", "No module named 'mien'"),
-        ("./mine.py:setup", "mine:setup"),
+        ("./mine.py:setup", "Did you mean 'mine:setup'"),
+        ("../mine.py:setup", r"mine.py'\. Modules are looked for in"),
     ):
         with pytest.raises(gshard.GShardError, match=said) as raised:
             load_setup(read_config(config(model)).model)

@@ -355,7 +355,8 @@ def test_a_warning_of_some_levels_names_them(capsys):
     assert main(list(words)) == 0
     said = capsys.readouterr().err
     assert (
-        said.count("reshard_after_forward=False changes nothing at level 'dp', 'os', 'os_g',") == 1
+        said.count("reshard_after_forward=False changes nothing at level 'dp', 'os' and 'os_g',")
+        == 1
     )
 
 
@@ -374,7 +375,8 @@ def test_warnings_are_lines_and_said_once(capsys):
     ("words", "said"),
     [
         (["tests.setups:mlp"], "how many devices?"),
-        ([__file__], "Name the function in it that makes the model: test_forecast:FUNCTION"),
+        ([__file__], "function in it that makes the model: tests.analysis.test_forecast:FUNCTION"),
+        (["/proc/self/environ.py"], "there is no file"),
         (
             ["tests/setups.py"],
             "is a program, not TOML. Name the function in it that makes the model: "

@@ -261,6 +261,7 @@ def nvidia_smi(folder, monkeypatch, said, code=0):
 
 
 def test_gpus_and_who_holds_their_memory(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     rows = "NVIDIA H100, 550.54, 81559, 12\nNVIDIA H100, 550.54, 81559, 40000"
     nvidia_smi(tmp_path, monkeypatch, rows)
     here, checks = hardware(tmp_path)
@@ -268,8 +269,9 @@ def test_gpus_and_who_holds_their_memory(tmp_path, monkeypatch):
     found = by_name(checks)
     assert found["NVIDIA GPUs"].found == "2 (NVIDIA H100), driver 550.54"
     assert found["GPU memory"].found == "other programs hold GPU 1: 41.9 GB of 85.5 GB"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert "GPU memory" not in by_name(hardware(tmp_path)[1])
+    for chosen, warned in (("0", False), ("", False), ("0, 1", True)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert ("GPU memory" in by_name(hardware(tmp_path)[1])) == warned
 
 
 def test_graphics_of_the_processor_beside_a_gpu_are_not_counted(tmp_path, monkeypatch):
@@ -316,7 +318,7 @@ def test_a_gpu_that_jax_does_not_use():
         (0, {}, "fail", 'pip install -U "jax[cuda12]=='),
         (3, {}, "fail", "nvidia-smi"),
         (0, {"CUDA_VISIBLE_DEVICES": "0", "SLURM_LOCALID": "0"}, "fail", "pip install"),
-        (1, {"CUDA_VISIBLE_DEVICES": "0"}, "warn", "unless this is intended, unset CUDA"),
+        (1, {"CUDA_VISIBLE_DEVICES": "0"}, "warn", "unless you chose these devices"),
         (1, {"CUDA_VISIBLE_DEVICES": "0", "SLURM_LOCALID": "0"}, "ok", ""),
     ],
 )
@@ -335,7 +337,7 @@ def test_a_plugin_that_sees_no_gpu(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     installed(tmp_path, "jax_cuda13_plugin", "0.1.0")
     check = devices.unused("nvidia", 0, Hardware(nvidia=1), {"CUDA_VISIBLE_DEVICES": ""})
-    fix = "unless this is intended, unset CUDA_VISIBLE_DEVICES"
+    fix = "unset CUDA_VISIBLE_DEVICES, unless you chose these devices"
     assert (check.ok, check.fix) == ("warn", fix)
 
 
@@ -437,7 +439,9 @@ def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    assert by_name(disks(0))["current directory"].ok == "fail"
+    monkeypatch.setenv("TMPDIR", str(file))
+    found = by_name(disks(0))
+    assert found["current directory"].ok == "fail" and found["TMPDIR"].ok == "warn"
 
 
 # ---- network and job -----------------------------------------------------------------------------

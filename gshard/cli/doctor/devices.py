@@ -169,7 +169,7 @@ def unused(
         said = f"{said}: {hides}={environment[hides]}"
         if env_vars.LOCAL_PROCESS_ID in environment or "SLURM_LOCALID" in environment:
             return Check("devices of this process", "ok", said)
-        return Check(name, "warn", said, f"unless this is intended, unset {hides}")
+        return Check(name, "warn", said, f"unset {hides}, unless you chose these devices")
     if kind == "nvidia" and used:
         fix = "see `nvidia-smi` and `dmesg` for the others: one may be broken, or in MIG mode"
         return Check(name, "fail", said, fix)

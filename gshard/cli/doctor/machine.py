@@ -82,10 +82,8 @@ def hardware(root: Path = Path("/")) -> tuple[Hardware, list[Check]]:
     ids = [(contents(d / "vendor").strip(), contents(d / "device").strip()) for d in pci]
     tpu = sum(vendor == _GOOGLE and device in _TPUS for vendor, device in ids)
     here = Hardware(nvidia, driver, amd, tpu)
-    if amd:
-        found.append(Check("AMD GPUs", "ok", f"{amd} in /dev/dri"))
-    if tpu:
-        found.append(Check("TPU chips", "ok", f"{tpu} on the PCI bus"))
+    for count, name, at in (amd, "AMD GPUs", "in /dev/dri"), (tpu, "TPU chips", "on the PCI bus"):
+        found += [Check(name, "ok", f"{count} {at}")] * (count > 0)
     return here, found or [Check("accelerators", "ok", "none in this machine")]
 
 
@@ -111,11 +109,11 @@ def _nvidia(root: Path) -> tuple[int, str, list[Check]]:
         return count, "", [Check(name, "fail" if count else "warn", said, fix)]
     models, driver = sorted({row[0] for row in rows}), rows[0][1]
     found = [Check(name, "ok", f"{len(rows)} ({', '.join(models)}), driver {driver}")]
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     taken = [
         f"GPU {i}: {bytes_of(int(used) * 2**20)} of {bytes_of(int(total) * 2**20)}"
         for i, (_, _, total, used) in enumerate(rows)
-        if (not chosen[:1].isdigit() or str(i) in chosen.split(","))
+        if (chosen is None or str(i) in map(str.strip, chosen.split(",")))
         and (total.isdigit() and used.isdigit() and int(used) > _TAKEN * int(total))
     ]
     if taken:
@@ -139,6 +137,10 @@ def disks(accelerators: int) -> list[Check]:
             found.append(written(name, Path(where())))
         except OSError as error:  # it was removed; or none can be written
             found.append(Check(name, "fail", str(error), "cd to a folder that exists"))
+    wanted = os.environ.get("TMPDIR")
+    if wanted and os.path.abspath(wanted) != tempfile.gettempdir():
+        said = f"{wanted} cannot be used; temporary files go to {tempfile.gettempdir()}"
+        found.append(Check("TMPDIR", "warn", said, "name a folder that can be written"))
     if accelerators > 1 and os.path.isdir("/dev/shm"):
         free = shutil.disk_usage("/dev/shm").free  # Docker gives 64 MiB
         if free < _GB:
@@ -204,8 +206,8 @@ def _detected(environment: Mapping[str, str]) -> Check:
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ):
         if rank in environment and count in environment:
-            said = f"rank {environment[rank]} of {environment[count]}, by {rank}"
-            return Check("job", "ok", said)
+            said = f"rank {environment[rank]} of {environment[count]}"
+            return Check("job", "ok", f"{said}, by {rank}")
     if environment.get("SLURM_JOB_ID") and environment.get("SLURM_NTASKS", "1") != "1":
         said = f"job {environment['SLURM_JOB_ID']} of Slurm, but srun did not start this process"
         fix = "start the script by srun, or by `gshard launch --nnodes ... --rank $SLURM_NODEID`"

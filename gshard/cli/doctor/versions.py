@@ -25,17 +25,15 @@ _REQUIRING = "gshard", "jax", "flax", "optax", "orbax-checkpoint"
 _PLUGIN = re.compile(r"jax-(cuda|rocm)\d+-(plugin|pjrt)|libtpu")
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^]]*\])?\s*\(?([^;)]*)\)?\s*(?:;(.*))?")
 _BOUND = re.compile(r"(>=|<=|==|>|<)([\d.]+?)(\.\*)?(?:,|$)")
-_COMPARE = {
-    ">=": operator.ge, "<=": operator.le, "==": operator.eq, ">": operator.gt, "<": operator.lt
-}  # fmt: skip
+_COMPARE = {">=": operator.ge, "<=": operator.le, "==": operator.eq,
+            ">": operator.gt, "<": operator.lt}  # fmt: skip
 
 
 def check_versions() -> list[Check]:
     """Checks gshard, Python, the packages, and the plugins of JAX."""
     if _version("gshard") is None:
         said = "on the path, but not installed: its requirements are unknown"
-        fix = "run `pip install -e .` in its folder"
-        return [Check("gshard", "warn", said, fix)]
+        return [Check("gshard", "warn", said, "run `pip install -e .` in its folder")]
     floor = metadata.metadata("gshard")["Requires-Python"]
     fix = f"make an environment with Python {floor}"
     python = _compared("Python", platform.python_version(), {"gshard": floor}, fix)
