@@ -23,7 +23,6 @@ from gshard.checkpoint.data_state import data_state_name, packed_data_state, rea
 from gshard.checkpoint.disk import DiskDraft
 from gshard.checkpoint.manifest import (
     process_manifest,
-    sealed,
     write_combined_manifest,
     write_process_manifest,
 )
@@ -125,18 +124,6 @@ def test_arrays_are_read_without_a_file_of_every_process(tmp_path):
     step, wanted = step_of(60, tmp_path, [b"{}"])
     shutil.rmtree(step / "arrays" / "array_metadatas")
     assert (np.asarray(read_arrays(step / "arrays", wanted)["params/w"]) == 1).all()
-
-
-def test_a_step_whose_combined_manifest_names_no_files_of_others_is_read(tmp_path):
-    """As it was written before the combined manifest named them."""
-    step, _ = step_of(3, tmp_path, [packed_data_state(5)])
-    line = (step / "manifest.json").read_bytes().splitlines()[0]
-    names = {x: s for x, s in json.loads(line).items() if s and not x.startswith("data_state/")}
-    (step / "manifest.json").write_bytes(sealed(names))
-    assert verify_step(StepFolder(step)) == []
-    assert read_data_state(StepFolder(step), 3) == 5
-    (step / data_state_name(1)).unlink()
-    assert [x.file for x in verify_step(StepFolder(step))] == [data_state_name(1)]
 
 
 @pytest.mark.slow
