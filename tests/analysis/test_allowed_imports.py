@@ -48,6 +48,8 @@ def test_a_module_that_is_not_there_is_no_foreign_code(folders):
     (folders[0] / "mine.py").write_text("def setup(): pass\n")
     for model, said in (
         ("mien:setup", "No module named 'mien'"),
+        ("nothing:setup", "No module named 'nothing'"),
+        ("examplesx:setup", "No module named 'examplesx'"),
         ("./mine.py:setup", "Did you mean 'mine:setup'"),
         ("../mine.py:setup", r"mine.py'\. Modules are looked for in"),
     ):

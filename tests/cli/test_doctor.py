@@ -312,13 +312,16 @@ def test_a_gpu_that_jax_does_not_use():
     assert (check.ok, check.fix) == ("warn", "unset JAX_PLATFORMS") and platforms in check.found
 
 
+CHOSEN = "unset CUDA_VISIBLE_DEVICES, unless you chose these devices"
+
+
 @pytest.mark.parametrize(
     ("used", "told", "ok", "fix"),
     [
         (0, {}, "fail", 'pip install -U "jax[cuda12]=='),
         (3, {}, "fail", "nvidia-smi"),
         (0, {"CUDA_VISIBLE_DEVICES": "0", "SLURM_LOCALID": "0"}, "fail", "pip install"),
-        (1, {"CUDA_VISIBLE_DEVICES": "0"}, "warn", "unless you chose these devices"),
+        (1, {"CUDA_VISIBLE_DEVICES": "0"}, "warn", CHOSEN),
         (1, {"CUDA_VISIBLE_DEVICES": "0", "SLURM_LOCALID": "0"}, "ok", ""),
     ],
 )
@@ -337,8 +340,7 @@ def test_a_plugin_that_sees_no_gpu(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     installed(tmp_path, "jax_cuda13_plugin", "0.1.0")
     check = devices.unused("nvidia", 0, Hardware(nvidia=1), {"CUDA_VISIBLE_DEVICES": ""})
-    fix = "unset CUDA_VISIBLE_DEVICES, unless you chose these devices"
-    assert (check.ok, check.fix) == ("warn", fix)
+    assert (check.ok, check.fix) == ("warn", CHOSEN)
 
 
 def test_what_to_install():

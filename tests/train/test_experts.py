@@ -542,5 +542,7 @@ def test_a_mean_over_devices_is_one_over_the_batch(axes):
 def test_what_a_limit_refuses_names_a_way_that_works():
     state, plan = sharded(DATA_EXPERT, "os")
     step = gshard.make_train_step(mean_loss("every token"), plan, gather_limit=100)
-    with pytest.raises(gshard.GShardError, match="expert.dispatch does, .* or raise gather_limit="):
+    with pytest.raises(gshard.GShardError) as caught:
         step(state, batch())
+    said = "as gshard.expert.dispatch does, pass by='all_to_all' to gshard.expert.dropless "
+    assert f"{said}(GPU, TPU), or raise gather_limit=" in str(caught.value)

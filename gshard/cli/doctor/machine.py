@@ -206,8 +206,8 @@ def _detected(environment: Mapping[str, str]) -> Check:
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ):
         if rank in environment and count in environment:
-            said = f"rank {environment[rank]} of {environment[count]}"
-            return Check("job", "ok", f"{said}, by {rank}")
+            said = f"rank {environment[rank]} of {environment[count]}, by {rank}"
+            return Check("job", "ok", said)
     if environment.get("SLURM_JOB_ID") and environment.get("SLURM_NTASKS", "1") != "1":
         said = f"job {environment['SLURM_JOB_ID']} of Slurm, but srun did not start this process"
         fix = "start the script by srun, or by `gshard launch --nnodes ... --rank $SLURM_NODEID`"
